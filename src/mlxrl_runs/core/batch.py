@@ -1,0 +1,111 @@
+"""Padded arrays made from trajectories: one row each, padding on the right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlxrl_runs.core.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B trajectories padded to T tokens.
+
+    Every (B, T) array is aligned with `tokens`: `x[b, t]` speaks of `tokens[b, t]`, whose log-probability is conditioned on
+    `tokens[b, :t]`. Column 0 is always context.
+
+    Attributes:
+        tokens: (B, T) int32.
+        lengths: (B,) int32, tokens that are not padding. Padding is known by length, never by token id.
+        action_mask: (B, T) bool, True where the policy sampled the token (the sampled EOS included).
+        turn_index: (B, T) int32, the turn an action token belongs to, -1 elsewhere.
+        sampler_logp: (B, T) nats, as sampled; 0 elsewhere.
+        group_index: (B,) which task's group a row belongs to; grouping follows this id, never the position.
+        trajectories: the rows' source.
+        old_logp, reference_logp: (B, T) nats, present when something asked for that pass.
+        advantage: (B, T), set by the algorithm's `credit`.
+        weights: (B, T), the reduction: a loss is `(per_token * weights).sum()`.
+    """
+
+    tokens: mx.array
+    lengths: mx.array
+    action_mask: mx.array
+    turn_index: mx.array
+    sampler_logp: mx.array
+    group_index: tuple[int, ...]
+    trajectories: tuple[Trajectory, ...]
+    old_logp: mx.array | None = None
+    reference_logp: mx.array | None = None
+    advantage: mx.array | None = None
+    weights: mx.array | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    def with_(self, **changes: object) -> "Batch":
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def select_rows(self, start: int, stop: int) -> "Batch":
+        """Rows [start, stop) with the columns that only padded them cut off."""
+        width = int(self.lengths[start:stop].max().item())
+        part = {
+            name: getattr(self, name)[start:stop, :width]
+            for name in _PER_TOKEN
+            if getattr(self, name) is not None
+        }
+        return replace(
+            self,
+            lengths=self.lengths[start:stop],
+            group_index=self.group_index[start:stop],
+            trajectories=self.trajectories[start:stop],
+            **part,
+        )
+
+    def spread_turns(self, per_turn: Sequence[Sequence[float]]) -> mx.array:
+        """(B, T): each action token gets its turn's number, everything else 0.
+
+        Args: per_turn: for each row one number per turn.
+        """
+        turns = max(len(row) for row in per_turn)
+        table = mx.array([[*row, *([0.0] * (turns - len(row)))] for row in per_turn], dtype=mx.float32)
+        spread = mx.take_along_axis(table, mx.maximum(self.turn_index, 0), axis=1)
+        return mx.where(self.action_mask, spread, 0.0)
+
+    def spread_rows(self, per_row: Sequence[float]) -> mx.array:
+        """(B, T): each action token gets its row's number, everything else 0."""
+        return mx.where(self.action_mask, mx.array(list(per_row), dtype=mx.float32)[:, None], 0.0)
+
+
+_PER_TOKEN = (
+    "tokens", "action_mask", "turn_index", "sampler_logp", "old_logp", "reference_logp", "advantage", "weights",
+)  # fmt: skip
+
+
+def collate(groups: Sequence[Group]) -> Batch:
+    """Pad the groups' trajectories into one Batch, rows in group order."""
+    rows = [(index, trajectory) for index, group in enumerate(groups) for trajectory in group.trajectories]
+    width = max(len(trajectory.tokens) for _, trajectory in rows)
+    tokens, turn_index, sampler_logp = [], [], []
+    for _, trajectory in rows:
+        ids = trajectory.tokens
+        turn_row, logp_row = [-1] * width, [0.0] * width
+        for turn_number, (turn, (start, end)) in enumerate(
+            zip(trajectory.turns, trajectory.action_spans(), strict=True)
+        ):
+            turn_row[start:end] = [turn_number] * (end - start)
+            logp_row[start:end] = turn.sampler_logp
+        tokens.append(ids + [0] * (width - len(ids)))
+        turn_index.append(turn_row)
+        sampler_logp.append(logp_row)
+    turn_array = mx.array(turn_index, dtype=mx.int32)
+    return Batch(
+        tokens=mx.array(tokens, dtype=mx.int32),
+        lengths=mx.array([len(trajectory.tokens) for _, trajectory in rows], dtype=mx.int32),
+        action_mask=turn_array >= 0,
+        turn_index=turn_array,
+        sampler_logp=mx.array(sampler_logp, dtype=mx.float32),
+        group_index=tuple(index for index, _ in rows),
+        trajectories=tuple(trajectory for _, trajectory in rows),
+    )

@@ -1,0 +1,140 @@
+"""The seams of the product. Imports no MLX at run time, so environments and trackers stay light."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlxrl_runs.core.batch import Batch
+    from mlxrl_runs.core.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An environment's answer to one action.
+
+    Attributes:
+        observation: what the model reads next; shown nowhere when `done`.
+        reward: a finite number. `reward_parts` name its summands for the logs.
+        info: numbers about the episode so far; `success` (0 or 1) counts in the evaluation.
+    """
+
+    observation: str
+    reward: float
+    done: bool
+    info: Mapping[str, float] = field(default_factory=dict)
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode of one task. Write `reset`, `step`, `state_id` and `max_turns`; nothing else is needed."""
+
+    max_turns: int
+
+    def reset(self) -> str:
+        """Start the episode and return what the model reads first."""
+
+    def step(self, action: str) -> StepResult:
+        """Play the model's text."""
+
+    def state_id(self, observation: str) -> str:
+        """Anchor key of the state that produced `observation`: equal keys within a task mean the same decision.
+
+        Asked for once a turn, before `step`.
+        """
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """What an environment may offer beside: the two policies that bound what a score can mean."""
+
+    def oracle_action(self) -> str:
+        """The best action in the present state."""
+
+    def random_action(self, generator: random.Random) -> str:
+        """A well-formed action drawn without looking at the state."""
+
+
+class EnvironmentFamily(Protocol):
+    """What `env=NAME` chooses: a set of tasks and the factory of their environments."""
+
+    def sample_task(self, generator: random.Random) -> str:
+        """A training task; never one of `held_out_tasks`."""
+
+    def held_out_tasks(self) -> Sequence[str]:
+        """Tasks that are evaluated and never trained on, in a fixed order."""
+
+    def make(self, task: str, seed: int, group_index: int) -> Environment:
+        """An environment for one member of the task's group. All members get the same seed."""
+
+
+class Algorithm(Protocol):
+    """How experience becomes a loss. Data in, data out: no model, no randomness."""
+
+    updates_per_batch: int  # optimizer steps taken on one batch
+
+    @property
+    def needs_reference(self) -> bool:
+        """True when the loss itself reads `batch.reference_logp`."""
+
+    def credit(self, batch: "Batch") -> "Batch":
+        """The batch with `advantage` and `weights` (B, T), fixed once over everything one optimizer step sees."""
+
+    def loss(self, logp: "mx.array", batch: "Batch") -> "dict[str, mx.array]":
+        """Named (B, T) summands of the per-token loss, to be multiplied by `batch.weights` and added up."""
+
+    def metrics(self, batch: "Batch") -> dict[str, float]:
+        """Numbers this algorithm adds to the log, after `credit`."""
+
+    def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
+        """ratio/* and clip/* numbers; asked for only when a batch gets more than one optimizer step."""
+
+
+class Experience(Protocol):
+    """Where groups of trajectories come from."""
+
+    def groups(self, step: int) -> "list[Group]":
+        """The groups that step trains on."""
+
+
+class Tracker(Protocol):
+    """Receives what a run has to say. A tracker never stops a run: it reports its own trouble once and goes quiet."""
+
+    def start(self, run: "RunRecord") -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_trajectories(self, step: int, trajectories: "Sequence[TrajectoryRecord]") -> None: ...
+
+    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a tracker needs to know about a run before its first step."""
+
+    name: str
+    folder: str
+    job: str
+    config: Mapping[str, Any]  # plain and resolved
+    overrides: tuple[str, ...] = ()
+    group: str | None = None  # the sweep's name
+    tags: tuple[str, ...] = ()
+    notes: str = ""
+    steps: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrajectoryRecord:
+    """One episode made ready to be read by a person: texts beside numbers."""
+
+    task: str
+    member: int
+    trajectory: "Trajectory"
+    turn_advantages: tuple[float, ...] | None

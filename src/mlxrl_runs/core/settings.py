@@ -1,0 +1,26 @@
+"""Base of every config schema: frozen, typed, ranges checked, unknown keys refused. Imports no MLX."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """A config section. The yaml lists every key with its value; fields give type, meaning and range, never a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+Count = Annotated[Int, Field(ge=0)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Positive = Annotated[Float, Field(gt=0)]
+UnitInterval = Annotated[Float, Field(ge=0, le=1)]
