@@ -1,0 +1,245 @@
+"""From a case's json to the product's functions and back: one adapter a file, no formula of its own."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from golden_cases import Case
+
+from mlxrl_runs import maths
+
+Answer = dict[str, Any]
+
+
+def grpo_trl(case: Case) -> Answer:
+    config = case.settings("algorithm", "group_size", "scale_rewards", "aggregation", "reward_weights", "eps", "ddof")
+    assert config["algorithm"] == "grpo"
+    rewards, weights, eps = case.inputs["rewards_per_func"], config["reward_weights"], config["eps"]
+    groups = _runs_of(config["group_size"], len(rewards))
+    if config["aggregation"] == "normalize_then_sum":
+        return {"advantages": maths.baselines.normalize_then_sum(rewards, weights, groups, eps)}
+    assert config["aggregation"] == "sum_then_normalize"
+    returns = maths.baselines.combine_rewards(rewards, weights)
+    return {"advantages": maths.baselines.group_advantage(returns, groups, config["scale_rewards"], eps)}
+
+
+def rloo_trl(case: Case) -> Answer:
+    config = case.settings(
+        "algorithm", "group_size", "normalize_advantages", "reward_clip_range", "beta", "reward_weights", "eps", "ddof"
+    )
+    assert config["algorithm"] == "rloo"
+    returns = maths.baselines.combine_rewards(case.inputs["rewards_per_func"], config["reward_weights"])
+    if config["reward_clip_range"]:
+        returns = maths.baselines.clip_returns(returns, *config["reward_clip_range"])
+    if config["beta"]:
+        kl = maths.divergence.sequence_k1(
+            _array(case, "old_per_token_logps"), _array(case, "ref_per_token_logps"), _array(case, "completion_mask")
+        )
+        returns = maths.baselines.penalized_returns(returns, kl.tolist(), config["beta"])
+    groups = _runs_of(config["group_size"], len(returns))
+    if config["normalize_advantages"]:
+        return {"advantages": maths.baselines.leave_one_out_normalized(returns, groups, config["eps"])}
+    return {"advantages": maths.baselines.leave_one_out(returns, groups)}
+
+
+def advantages_verl(case: Case) -> Answer:
+    config = case.settings("estimator", "norm_adv_by_std", "epsilon", "ddof", "gamma", "whiten_eps")
+    estimator, mask = config["estimator"], _array(case, "response_mask")
+    if estimator == "reinforce_plus_plus":
+        returns = maths.returns.token_returns(_array(case, "token_level_rewards"), mask, config["gamma"])
+        return {"returns": returns, "advantages": maths.reduction.whiten(returns, mask, config["whiten_eps"])}
+    per_row = _row_advantages(estimator, config, case)
+    advantages = maths.reduction.masked(mx.broadcast_to(mx.array(per_row)[:, None], mask.shape), mask)
+    if estimator == "reinforce_plus_plus_baseline":
+        advantages = maths.reduction.whiten(advantages, mask, config["whiten_eps"])
+    return {"returns": advantages, "advantages": advantages}
+
+
+def _row_advantages(estimator: str, config: dict[str, Any], case: Case) -> list[float]:
+    returns, groups = [sum(row) for row in case.inputs["token_level_rewards"]], case.inputs["index"]
+    if estimator in ("rloo", "rloo_vectorized"):
+        return maths.baselines.leave_one_out(returns, groups)
+    if estimator == "reinforce_plus_plus_baseline":
+        return maths.baselines.group_advantage(returns, groups, "none")
+    assert estimator in ("grpo", "grpo_vectorized"), f"unknown estimator {estimator}"
+    scaling = "group" if config.get("norm_adv_by_std", True) else "none"
+    return maths.baselines.group_advantage(returns, groups, scaling, config["epsilon"])
+
+
+def dapo_filter(case: Case) -> Answer:
+    rewards, group_size = case.inputs["rewards"], case.settings("group_size")["group_size"]
+    return {"keep_indices": maths.baselines.keep_mixed_groups(rewards, _runs_of(group_size, len(rewards)))}
+
+
+def gigpo_verl_agent(case: Case) -> Answer:
+    config = case.settings("mode", "omega", "gamma", "epsilon", "ddof", "episode_statistics")
+    normalization = {"mean_norm": "mean", "mean_std_norm": "std"}[config["mode"]]
+    rows = case.inputs["rows"]
+    names = list(dict.fromkeys((row["uid"], row["traj"]) for row in rows))
+    places = [_places_in_order(rows, name) for name in names]  # row numbers of each trajectory's steps
+    rewards = [[rows[place]["reward"] for place in steps] for steps in places]
+
+    def by_row(per_trajectory: list[list[float]]) -> list[float]:
+        found = {
+            place: value
+            for steps, values in zip(places, per_trajectory, strict=True)
+            for place, value in zip(steps, values, strict=True)
+        }
+        return [found[place] for place in range(len(rows))]
+
+    step_returns = by_row([maths.returns.discounted_returns(steps, config["gamma"]) for steps in rewards])
+    groups = maths.anchors.step_groups([row["uid"] for row in rows], [row["anchor"] for row in rows])
+    step = maths.anchors.step_advantage(step_returns, groups, normalization, config["epsilon"])
+    answer: Answer = {
+        "step_returns": step_returns,
+        "step_group": groups,
+        "step_advantages": step,
+        "episode_returns": by_row([[sum(steps)] * len(steps) for steps in rewards]),
+    }
+    owner = [number for number, steps in enumerate(places) for _ in steps]
+    step_in_order = [step[place] for steps in places for place in steps]
+    for statistics, suffix in (("step", ""), ("trajectory", "_per_trajectory_stats")):
+        episode = maths.anchors.episode_advantage(
+            [sum(steps) for steps in rewards],
+            [task for task, _ in names],
+            [len(steps) for steps in places],
+            normalization,
+            statistics,
+            config["epsilon"],
+        )
+        joint = maths.anchors.joint_advantage(episode, step_in_order, owner, config["omega"])
+        answer["episode_advantages" + suffix] = by_row(
+            [[value] * len(steps) for value, steps in zip(episode, places, strict=True)]
+        )
+        answer["joint_row_advantages" + suffix] = by_row(joint)
+    mask = mx.array([row["mask"] for row in rows])
+    per_row = mx.array(answer["joint_row_advantages"])[:, None]
+    answer["joint_advantages"] = maths.reduction.masked(mx.broadcast_to(per_row, mask.shape), mask)
+    return answer
+
+
+def _places_in_order(rows: list[dict[str, Any]], name: tuple[str, str]) -> list[int]:
+    mine = [place for place, row in enumerate(rows) if (row["uid"], row["traj"]) == name]
+    return sorted(mine, key=lambda place: rows[place]["step"])
+
+
+def kl(case: Case) -> Answer:
+    config = case.settings("estimator", "clamp")
+    reference = _array(case, "ref_logps")
+
+    def estimate(logp: mx.array) -> mx.array:
+        return _kl_estimate(config["estimator"], config["clamp"], logp, reference, case)
+
+    return {"kl": estimate(_array(case, "logps")), "grad_logps": _slope(estimate, _array(case, "logps"))}
+
+
+def _kl_estimate(name: str, clamp: bool, logp: mx.array, reference: mx.array, case: Case) -> mx.array:
+    if name.endswith("+"):
+        return maths.divergence.with_k2_gradient(_kl_estimate(name[:-1], clamp, logp, reference, case), logp, reference)
+    log_ratio_clamp, value_clamp = (20.0, 10.0) if clamp else (None, None)
+    if name == "k3":
+        return maths.divergence.k3(logp, reference, log_ratio_clamp, value_clamp)
+    if name == "k3_bias_corrected":
+        assert not clamp
+        return maths.divergence.k3_times_ratio(logp, reference, _array(case, "old_logps"), log_ratio_clamp)
+    simple = {"k1": maths.divergence.k1, "k2": maths.divergence.k2, "abs": maths.divergence.absolute}
+    return simple[name](logp, reference)
+
+
+def aggregation_verl(case: Case) -> Answer:
+    if "shift_mean" in case.config:
+        config = case.settings("shift_mean", "ddof", "eps")
+        whiten = maths.reduction.whiten if config["shift_mean"] else maths.reduction.whiten_keeping_mean
+        return {"whitened": whiten(_array(case, "values"), _array(case, "mask"), config["eps"])}
+    config = case.settings("loss_agg_mode", "batch_num_tokens", "loss_scale_factor")
+    weights = _verl_weights(config, _array(case, "mask"))
+
+    def loss(per_token: mx.array) -> mx.array:
+        return maths.reduction.weighted_sum(per_token, weights)
+
+    return {"loss": loss(_array(case, "loss_mat")), "grad": _slope(loss, _array(case, "loss_mat"))}
+
+
+def _verl_weights(config: dict[str, Any], mask: mx.array) -> mx.array:
+    """verl divides by the rows that have a token."""
+    rows = maths.reduction.nonempty_rows(mask)
+    length = config.get("loss_scale_factor") or mask.shape[1]
+    modes: dict[str, Callable[[], mx.array]] = {
+        "token-mean": lambda: maths.reduction.token_mean(mask, config.get("batch_num_tokens")),
+        "token-sum": lambda: maths.reduction.token_sum(mask),
+        "seq-mean-token-sum": lambda: maths.reduction.sequence_sum(mask, rows),
+        "seq-mean-token-mean": lambda: maths.reduction.sequence_mean(mask, rows),
+        "seq-mean-token-sum-norm": lambda: maths.reduction.fixed_length(mask, length, rows),
+    }
+    return modes[config["loss_agg_mode"]]()
+
+
+def logprobs_entropy(case: Case) -> Answer:
+    temperature = case.settings("temperature")["temperature"]
+    logits, labels = _array(case, "logits"), mx.array(case.inputs["labels"])
+
+    def logp(logits: mx.array) -> mx.array:
+        return maths.logprob.token_logp(logits, labels, temperature)
+
+    def entropy(logits: mx.array) -> mx.array:
+        return maths.logprob.entropy(logits, temperature)
+
+    return {
+        "logprobs": logp(logits),
+        "entropy": entropy(logits),
+        "grad_logprob_sum_wrt_logits": _slope(logp, logits),
+        "grad_entropy_sum_wrt_logits": _slope(entropy, logits),
+    }
+
+
+def lora_peft(case: Case) -> Answer:
+    """The layer the product trains is mlx-lm's; this holds it to the meaning the adapter's file has elsewhere."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    config = case.settings("rank", "alpha", "use_rslora", "mlx_lm_scale_equivalent")
+    rank, weight = config["rank"], _array(case, "weight")
+    scale = config["alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in case.inputs)
+    linear.weight = weight
+    if "bias" in case.inputs:
+        linear.bias = _array(case, "bias")
+    layer = LoRALinear.from_base(linear, r=rank, scale=scale)
+
+    def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> mx.array:
+        layer.lora_a, layer.lora_b = lora_a.T, lora_b.T
+        return layer(x)
+
+    inputs = _array(case, "x"), _array(case, "lora_A"), _array(case, "lora_B")
+    upstream = _array(case, "upstream")
+    grad_x, grad_a, grad_b = mx.grad(lambda *args: (forward(*args) * upstream).sum(), argnums=(0, 1, 2))(*inputs)
+    answer = {"y": forward(*inputs), "scaling": layer.scale, "merged_weight": layer.fuse().weight}
+    answer |= {"delta_weight": answer["merged_weight"] - weight, "grad_x": grad_x, "grad_A": grad_a, "grad_B": grad_b}
+    layer.scale = 0.0
+    return answer | {"y_adapter_disabled": layer(inputs[0])}
+
+
+ADAPTERS: dict[str, Callable[[Case], Answer]] = {
+    "advantages_grpo_trl": grpo_trl,
+    "advantages_rloo_trl": rloo_trl,
+    "advantages_verl": advantages_verl,
+    "aggregation_verl": aggregation_verl,
+    "dapo_filter": dapo_filter,
+    "gigpo_verl_agent": gigpo_verl_agent,
+    "kl": kl,
+    "logprobs_entropy": logprobs_entropy,
+    "lora_peft": lora_peft,
+}
+
+
+def _array(case: Case, name: str) -> mx.array:
+    return mx.array(case.inputs[name], dtype=mx.float32)
+
+
+def _runs_of(group_size: int, rows: int) -> list[int]:
+    return [row // group_size for row in range(rows)]
+
+
+def _slope(function: Callable[[mx.array], mx.array], at: mx.array) -> mx.array:
+    return mx.grad(lambda x: function(x).sum())(at)
