@@ -97,6 +97,12 @@ def test_normalising_first_lets_a_small_function_weigh_as_much_as_a_large_one():
     assert got == pytest.approx([0.86603, -0.86603, -0.86603, 0.86603], abs=1e-5)
 
 
+def test_normalising_first_leaves_a_row_without_any_reward_out_of_the_batch():
+    # +-.70711 in the scored group; over those two the std is 1 (with two zeros more it would be .57735)
+    got = normalize_then_sum([[2], [0], [NAN], [NAN]], [1], [0, 0, 1, 1], eps=0.0)
+    assert got == pytest.approx([0.70711, -0.70711, 0, 0], abs=1e-5)
+
+
 def test_clipped_returns_keep_the_unscored():
     got = clip_returns([-3, 0.5, 3, NAN], -1, 2)
     assert got[:3] == [-1, 0.5, 2] and math.isnan(got[3])
