@@ -1,0 +1,565 @@
+"""From overrides to a checked RunConfig: compose with Hydra, then one strict pass that lists every problem. No MLX.
+
+Hydra is imported where it composes, so that a worker, which gets its config ready made, does without it.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from mlxrl_runs import problems as wording
+from mlxrl_runs.core import registry
+from mlxrl_runs.core.settings import Settings
+from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.groups import conf_folder, group_choices
+from mlxrl_runs.schema import (
+    AdamSettings,
+    AdamWSettings,
+    Budget,
+    DebugSettings,
+    FullAdapter,
+    Job,
+    JsonlTracking,
+    LoraAdapter,
+    MemorySettings,
+    ModelKind,
+    ModelSettings,
+    PathSettings,
+    RolloutSettings,
+    RunConfig,
+    TrainerSettings,
+    WandbTracking,
+)
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+__all__ = [
+    "Point",
+    "RunConfig",
+    "compose_config",
+    "config_hash",
+    "expand_points",
+    "own_hydra",
+    "shown_override",
+    "validate",
+]
+
+CONFIG_NAME = "config"
+FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+NOT_PART_OF_THE_EXPERIMENT = ("name", "tags", "notes", "tracking", "paths")
+SECTIONS: Mapping[str, type[Settings]] = {
+    "budget": Budget, "model": ModelSettings, "rollout": RolloutSettings, "memory": MemorySettings,
+    "trainer": TrainerSettings, "debug": DebugSettings, "paths": PathSettings,
+}  # fmt: skip
+CHOICES: Mapping[str, Mapping[str, type[Settings]]] = {
+    "adapter": {"lora": LoraAdapter, "full": FullAdapter},
+    "optimizer": {"adam": AdamSettings, "adamw": AdamWSettings},
+    "tracking": {"wandb": WandbTracking, "jsonl": JsonlTracking},
+}
+REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment}
+
+
+def config_hash(config: RunConfig) -> str:
+    """12 hex digits that are equal for equal experiments: names, notes, tracking and paths do not count."""
+    part = {key: value for key, value in config.plain().items() if key not in NOT_PART_OF_THE_EXPERIMENT}
+    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:12]
+
+
+# ---- the strict pass
+
+
+def validate(plain: Mapping[str, Any]) -> RunConfig:
+    """A resolved config, checked: unknown and missing keys, types, ranges, and what must agree between keys.
+
+    Raises: ConfigError listing every problem.
+    """
+    config, found = _check(plain)
+    if config is None or found:
+        raise ConfigError(_without_secrets(found))
+    return config
+
+
+def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
+    parts: dict[str, Any] = {}
+    found = _leaked_secrets(plain)
+    for name, value in plain.items():
+        if name not in RunConfig.model_fields:
+            found += _unknown(name, value, wording.known_keys(RunConfig) + _section_keys(plain))
+        elif name in SECTIONS or name in CHOICES or name in REGISTRIES:
+            section, lines = _check_section(name, value)
+            found += lines
+            if section is not None:
+                parts[name] = section
+        elif value == "???":
+            found.append(f"{name}: must be given. {wording.default_advice(name, None)}")
+        else:
+            parts[name] = value
+    config, lines = _check_top_level(parts, plain)
+    return config, found + lines + _disagreements(parts)
+
+
+def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
+    """One section under the schema that its `name` chooses."""
+    if not isinstance(value, Mapping):
+        return None, [f"{name}: got {wording.shown(value)}; this is a section of keys, such as those of {name}.*"]
+    try:
+        schema = _schema_of(name, value)
+    except ConfigError as error:
+        return None, error.problems
+    absent = [key for key, leaf in wording.walk(value) if leaf == "???"]
+    lines = [f"{name}.{key}: must be given. Add {name}.{key}=VALUE." for key in absent]
+    extra = {key: leaf for key, leaf in value.items() if key not in schema.model_fields}
+    for key, leaf in extra.items():
+        lines += _unknown(f"{name}.{key}", leaf, wording.known_keys(schema, name))
+    given = {key: leaf for key, leaf in value.items() if key not in extra}
+    try:
+        return schema.model_validate(given), lines
+    except ValidationError as error:
+        more = wording.from_validation(error, schema, name, given)
+        return None, lines + [line for line in more if "???" not in line]
+
+
+def _schema_of(section: str, value: Mapping[str, Any]) -> type[Settings]:
+    if section in SECTIONS:
+        return SECTIONS[section]
+    chosen = str(value.get("name"))
+    if section in CHOICES:
+        if chosen not in CHOICES[section]:
+            raise ConfigError(wording.unknown_choice(section, chosen, CHOICES[section]))
+        return CHOICES[section][chosen]
+    try:
+        return REGISTRIES[section].get(chosen)
+    except KeyError:
+        raise ConfigError(wording.unknown_choice(section, chosen, REGISTRIES[section].names())) from None
+
+
+def _check_top_level(parts: dict[str, Any], plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
+    """The whole, once its sections are checked; a key that failed is taken out of `parts`."""
+    try:
+        return RunConfig.model_validate(parts), []
+    except ValidationError as error:
+        wrong = {detail["loc"][0] for detail in error.errors()}
+        reported = [name for name in plain if name in wrong and name not in parts]  # its section already spoke
+        lines = wording.from_validation(error, RunConfig, "", parts)
+        for name in wrong & parts.keys():
+            del parts[str(name)]
+        return None, [line for line in lines if line.split(":")[0].split(".")[0] not in reported]
+
+
+def _section_keys(plain: Mapping[str, Any]) -> list[str]:
+    return [key for key, _ in wording.walk(plain) if key.split(".")[0] in RunConfig.model_fields]
+
+
+def _unknown(key: str, value: Any, known: Sequence[str]) -> list[str]:
+    leaves = list(wording.walk(value, key))
+    secret = [leaf for leaf, content in leaves if wording.looks_secret(leaf, content)]
+    if secret:
+        return [wording.secret_key(leaf) for leaf in secret]
+    return [_unknown_line(leaf, known) for leaf, _ in leaves]
+
+
+def _unknown_line(key: str, known: Sequence[str]) -> str:
+    """An unknown key may belong to another choice of its group: adapter.rank under adapter=full."""
+    group = key.split(".")[0]
+    owners = [name for name, schema in CHOICES.get(group, {}).items() if key in wording.known_keys(schema, group)]
+    if owners:
+        return f"{key}: the chosen {group} has no such key. Try {group}={owners[0]}."
+    return wording.unknown_key(key, known)
+
+
+def _leaked_secrets(plain: Mapping[str, Any]) -> list[str]:
+    """Keys whose value holds the secret of an environment variable, by interpolation for instance."""
+    secrets = wording.secret_values()
+    leaked = [key for key, value in wording.walk(plain) if any(secret in str(value) for secret in secrets)]
+    return [wording.secret_key(key) for key in leaked]
+
+
+# ---- what must agree between keys
+
+
+def _disagreements(parts: Mapping[str, Any]) -> list[str]:
+    """Each rule looks at parts that are valid by themselves; one that misses a part has nothing to say."""
+    found: list[str] = []
+    for needed, rule in _RULES:
+        if all(name in parts for name in needed):
+            found += rule(*(parts[name] for name in needed))
+    return found
+
+
+def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
+    minimum = getattr(algorithm, "minimum_group_size", 1)
+    if int(group_size) >= minimum:
+        return []
+    return [
+        f"group_size: got {group_size}; algorithm={algorithm.name} compares the episodes of a task with one another "
+        f"and needs at least {minimum}. Try group_size={max(minimum, 4)}."
+    ]
+
+
+def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]:
+    if checkpoint is None:
+        return []
+    if job != Job.EVALUATE:
+        return [f"checkpoint: got {checkpoint!r}; only job=evaluate reads it. Try job=evaluate, or checkpoint=null."]
+    if not Path(checkpoint).expanduser().is_dir():
+        return [
+            f"checkpoint: {checkpoint} is no folder; allowed: a run's checkpoints/step_... or adapters folder. "
+            "Try checkpoint=outputs/latest/adapters."
+        ]
+    return []
+
+
+def _model_source(model: ModelSettings) -> list[str]:
+    found = []
+    if model.name == ModelKind.LOCAL:
+        found += _model_folder(model.path)
+    elif model.path is not None:
+        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local.")
+    if model.name == ModelKind.RANDOM and model.shape is None:
+        found.append("model.shape: got null; model=random needs a size. Try model.shape=11m.")
+    if model.name != ModelKind.RANDOM and model.shape is not None:
+        found.append(f"model.shape: got {model.shape!r}; only model=random has a shape. Try model=random.")
+    return found
+
+
+def _model_folder(path: str | None) -> list[str]:
+    if path is None:
+        return ["model.path: got null; model=local needs a model folder. Try model.path=DIR, or model=tiny."]
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return [f"model.path: {path} is no folder; allowed: one in mlx-lm's format. Try model.path=DIR, or model=tiny."]
+    missing = [name for name in ("config.json", "model*.safetensors") if not any(folder.glob(name))]
+    if not missing:
+        return []
+    return [
+        f"model.path: {path} has no {' and no '.join(missing)}; allowed: a folder in mlx-lm's format. "
+        f"Try: python -m mlx_lm convert --hf-path MODEL --mlx-path DIR, then model.path=DIR."
+    ]
+
+
+def _episode_holds_a_turn(rollout: RolloutSettings) -> list[str]:
+    if rollout.max_completion_tokens < rollout.max_episode_tokens:
+        return []
+    return [
+        f"rollout.max_episode_tokens: got {rollout.max_episode_tokens}; must be greater than "
+        f"rollout.max_completion_tokens={rollout.max_completion_tokens}, or no answer fits. "
+        f"Try rollout.max_episode_tokens={rollout.max_completion_tokens + rollout.max_prompt_tokens}."
+    ]
+
+
+def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
+    if memory.wired_limit_gib is None or sys.platform == "darwin":
+        return []
+    return [
+        f"memory.wired_limit_gib: got {memory.wired_limit_gib:g}; only a Mac's Metal has this limit. "
+        "Try memory.wired_limit_gib=null."
+    ]
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
+    (("algorithm", "group_size"), _group_has_a_baseline),
+    (("job", "checkpoint"), _checkpoint_is_for_evaluation),
+    (("model",), _model_source),
+    (("rollout",), _episode_holds_a_turn),
+    (("memory",), _wired_memory_is_metals),
+)
+
+
+# ---- composing with Hydra
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep. Attributes: swept: those of its overrides that the sweep varies."""
+
+    overrides: tuple[str, ...]
+    swept: tuple[str, ...]
+
+
+def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """The resolved config of these overrides, as plain dicts and lists.
+
+    Raises: ConfigError listing everything that is wrong with the overrides, and with the config they leave.
+    """
+    with own_hydra(config_dirs) as hydra:
+        parsed, found = _parse(hydra, overrides)
+        found += _override_problems(parsed, config_dirs)
+        good = [override for override in parsed if not _override_problems([override], config_dirs)]
+        config, lines = _compose(hydra, good)
+        plain, unresolved = _resolve(config)
+    found += lines + unresolved
+    if found:
+        # what the rest of the config gets wrong belongs into the same list
+        later = _check(plain)[1] if plain and not unresolved else []
+        raise ConfigError(_without_secrets([*found, *(line for line in later if line not in found)]))
+    return plain
+
+
+@contextmanager
+def own_hydra(config_dirs: Sequence[str | Path]) -> Iterator[Any]:
+    """A Hydra of our own; one that a caller has set up is put back afterwards."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    version.setbase("1.3")
+    search_path = create_config_search_path(str(conf_folder()))
+    for folder in map(Path, config_dirs):
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: {folder} is no folder. Give one that holds config groups.")
+        anchor = SearchPathQuery(provider="schema")
+        search_path.prepend(provider="command-line", path=f"file://{folder.resolve()}", anchor=anchor)
+    previous = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2(task_name="mlxrl_runs", config_search_path=search_path)
+    finally:
+        GlobalHydra.instance().hydra = previous
+
+
+def _parse(hydra: Any, overrides: Sequence[str]) -> tuple[list["Override"], list[str]]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create(config_loader=hydra.config_loader)
+    parsed, found = [], []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+            parsed[-1].config_loader = hydra.config_loader  # glob() lists a group's choices with it
+            if not parsed[-1].key_or_group:
+                raise HydraException("no key")
+        except HydraException:
+            example = "Write KEY=VALUE, quoted when VALUE has special characters: 'notes=\"a, b\"'"
+            found.append(f"{shown_override(override)}: not understood. {example}")
+    return parsed, found
+
+
+def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str | Path]) -> list[str]:
+    """What can be told about overrides before anything is composed."""
+    choices, found = group_choices(config_dirs), []
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_sweep_override():
+            found.append(f"{key}: got several values; one run takes one. Add -m to run all of them.")
+        elif key in FOLDER_KEYS:
+            found.append(
+                f"{key}: runs make their own folders. Try paths.output=DIR, and name=NAME for a sweep's folder."
+            )
+        elif key == "hydra.mode":
+            found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
+        elif _is_secret(override):
+            found.append(wording.secret_key(key))
+        elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
+            found.append(wording.unknown_choice(key, override.value(), choices[key]))
+    return found
+
+
+def _is_choice(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, str) and (value.removesuffix(".yaml") in names or "/" in value)
+
+
+def _is_secret(override: "Override") -> bool:
+    """Keys of ours that merely hold the word token are none: budget.tokens, rollout.max_prompt_tokens."""
+    key = override.key_or_group
+    if override.is_delete() or key in _our_keys():
+        return False
+    text = override.get_value_element_as_str() if not override.is_sweep_override() else override.get_value_string()
+    inside = override.is_hydra_override() or text.startswith("{")
+    return wording.looks_secret(key, text) or (inside and bool(wording.SECRET_KEY.search(text)))
+
+
+def _our_keys() -> list[str]:
+    sections = [wording.known_keys(schema, name) for name, schema in SECTIONS.items()]
+    chosen = [wording.known_keys(schema, name) for name, group in CHOICES.items() for schema in group.values()]
+    return [key for keys in [*sections, *chosen] for key in keys] + ["env.recommended.max_completion_tokens"]
+
+
+def _compose(hydra: Any, parsed: Sequence["Override"]) -> tuple["DictConfig | None", list[str]]:
+    """The config of the chosen groups with the values put in one by one, and what could not be put in.
+
+    Hydra itself stops at the first key it does not know.
+    """
+    groups = [override for override in parsed if override.is_hydra_override() or _is_group(hydra, override)]
+    try:
+        config = _compose_groups(hydra, groups)
+    except ConfigError as error:
+        return None, error.problems
+    known, found = _keys_of(config), []
+    for override in parsed:
+        if override in groups:
+            continue
+        if override.key_or_group not in known and not override.is_add() and not override.is_force_add():
+            found.append(_unknown_line(override.key_or_group, [key for key, is_leaf in known.items() if is_leaf]))
+        else:
+            found += _put(override, config)
+    return config, found
+
+
+def _is_group(hydra: Any, override: "Override") -> bool:
+    from hydra.core.object_type import ObjectType
+
+    return hydra.config_loader.get_group_options(override.key_or_group, ObjectType.CONFIG) != []
+
+
+def _compose_groups(hydra: Any, groups: Sequence["Override"]) -> "DictConfig":
+    """Raises: ConfigError with Hydra's reason. Hydra also answers odd input with plain Python errors."""
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    lines = [override.input_line for override in groups]
+    try:
+        return hydra.compose_config(CONFIG_NAME, lines, RunMode.RUN, from_shell=False, with_log_configuration=False)
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(_hydra_text(error)) from error
+
+
+def _keys_of(config: "DictConfig") -> dict[str, bool]:
+    """Every full key, true where it is a leaf and false where it is a section."""
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(config)
+    leaves = [key for key, _ in wording.walk(plain) if not key.startswith("hydra.")]
+    sections = {key.rsplit(".", count)[0] for key in leaves for count in range(1, key.count(".") + 1)}
+    return dict.fromkeys(leaves, True) | dict.fromkeys(sections, False)
+
+
+def _put(override: "Override", config: "DictConfig") -> list[str]:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config([override], config)
+        return []
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        return [_hydra_text(error)]
+
+
+def _hydra_text(error: BaseException) -> str:
+    """Hydra's message on one line, its hint to force keys in left out."""
+    texts = [str(error), str(error.__cause__ or "")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    useful = [line for line in lines if line and not line.startswith(("To append", "full_key", "object_type"))]
+    return " ".join(dict.fromkeys(useful)) + f" Compare with: {wording.HELP_COMMAND}"
+
+
+def _resolve(config: "DictConfig | None") -> tuple[dict[str, Any], list[str]]:
+    """Plain dicts with every interpolation filled in; those that cannot be are reported."""
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    if config is None:
+        return {}, []
+    with open_dict(config):
+        config.pop("hydra", None)
+    try:
+        return OmegaConf.to_container(config, resolve=True), []  # type: ignore[return-value]
+    except OmegaConfBaseException:
+        raw: Any = OmegaConf.to_container(config)
+        return raw, [line for key, value in wording.walk(raw) for line in _unresolved(config, key, value)]
+
+
+def _unresolved(config: "DictConfig", key: str, value: Any) -> list[str]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.select(config, key)
+        return []
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        return [f"{key}: got {value}, which cannot be filled in ({reason}). Try {key}=VALUE."]
+
+
+def _without_secrets(lines: Sequence[str]) -> list[str]:
+    secrets = wording.secret_values()
+    return [wording.redact(line, secrets) for line in lines]
+
+
+def shown_override(override: str) -> str:
+    """An override as it may be printed: the value of a key that looks like a secret stays out."""
+    key, _, value = override.partition("=")
+    ours = key.lstrip("+~") in _our_keys()
+    if wording.SECRET_KEY.search(override) or (not ours and wording.looks_secret(key, value)):
+        return f"{key}={wording.HIDDEN}"
+    return _without_secrets([override])[0]
+
+
+# ---- sweeps
+
+
+def expand_points(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> list[Point]:
+    """Every run of a sweep, in the order they will run.
+
+    A sweeper that chooses its points as it goes (Optuna) has none yet: one point without the swept keys stands for all.
+    Raises: ConfigError when the sweep cannot be read, is empty or holds a point twice.
+    """
+    with own_hydra(config_dirs) as hydra:
+        parsed, found = _parse(hydra, overrides)
+        found += _override_problems([override for override in parsed if not override.is_sweep_override()], config_dirs)
+        found += [wording.secret_key(override.key_or_group) for override in parsed if _is_secret(override)]
+        found = list(dict.fromkeys(found))
+        if found:
+            raise ConfigError(_without_secrets(found))
+        is_basic, params = _sweeper(hydra, parsed)
+        task = [override for override in parsed if not override.is_hydra_override()]
+        if not is_basic:
+            return [Point(tuple(str(override.input_line) for override in task if not override.is_sweep_override()), ())]
+        points = _split(_parse(hydra, params)[0] + task, config_dirs)
+    twice = [point for index, point in enumerate(points) if point in points[:index]]
+    if twice:
+        raise ConfigError(f"-m: the point {' '.join(twice[0].swept)} is listed twice. Give each value once.")
+    return points
+
+
+def _sweeper(hydra: Any, parsed: Sequence["Override"]) -> tuple[bool, list[str]]:
+    """Whether Hydra's own sweeper is chosen, and the sweep that its `params` hold."""
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    lines = [override.input_line for override in parsed]
+    try:
+        config = hydra.compose_config(
+            CONFIG_NAME, lines, RunMode.MULTIRUN, from_shell=False, with_log_configuration=False
+        )
+    except (HydraException, OmegaConfBaseException):
+        return True, []  # whatever is wrong is told with the points
+    params = config.hydra.sweeper.get("params") or {}
+    return config.hydra.sweeper._target_.endswith(".BasicSweeper"), [f"{key}={value}" for key, value in params.items()]
+
+
+def _split(parsed: Sequence["Override"], config_dirs: Sequence[str | Path]) -> list[Point]:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    try:
+        rows = BasicSweeper.split_arguments(list(parsed), None)[0]
+    except HydraException as error:
+        raise ConfigError(f"-m: {error}. Try KEY=A,B,C, or another sweeper: hydra/sweeper=NAME") from error
+    if not rows:
+        raise ConfigError([line for override in parsed if (line := _nothing_matched(override, config_dirs))])
+    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    return [Point(tuple(row), tuple(text for text in row if text.partition("=")[0] in swept)) for row in rows]
+
+
+def _nothing_matched(override: "Override", config_dirs: Sequence[str | Path]) -> str | None:
+    if not override.is_sweep_override() or list(override.sweep_string_iterator()):
+        return None
+    group = override.key_or_group
+    names = group_choices(config_dirs).get(group, [])
+    advice = f"choices: {', '.join(names)}" if names else "it is no config group"
+    return f"{group}: {override.get_value_string()} matches nothing; {advice}. Try {group}=glob(*)."

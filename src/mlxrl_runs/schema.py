@@ -1,0 +1,232 @@
+"""Types, meanings and ranges of every section of a run's config. The yamls in conf/ hold the values. Imports no MLX."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny
+
+from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
+
+
+def _as_text(value: Any) -> Any:
+    """Text that looks like a number or a switch was typed as text: `name=2026`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+Share = Annotated[Float, Field(ge=0, lt=1)]  # [0, 1)
+OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
+
+
+class Job(StrEnum):
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class ModelKind(StrEnum):
+    TINY = "tiny"
+    RANDOM = "random"
+    LOCAL = "local"
+
+
+class RolloutMode(StrEnum):
+    BATCHED = "batched"
+    SEQUENTIAL = "sequential"
+
+
+class Schedule(StrEnum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class WandbMode(StrEnum):
+    AUTO = "auto"
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class Budget(Settings):
+    """Limits that end training early; null: none."""
+
+    tokens: PositiveInt | None
+    episodes: PositiveInt | None
+    minutes: Positive | None
+
+
+class LearningRates(Settings):
+    """By adapter; 0 measures without learning."""
+
+    lora: NonNegative
+    full: NonNegative
+
+
+class ModelRecommended(Settings):
+    """What suits a model; adapter and optimizer read it by interpolation."""
+
+    learning_rate: LearningRates
+    adapter_rank: PositiveInt
+    adapter_scale: Positive
+
+
+class ModelSettings(Settings):
+    """Attributes: path: folder of a local model; shape: size of a random one."""
+
+    name: ModelKind
+    path: Text | None
+    shape: Text | None
+    recommended: ModelRecommended
+
+
+class LoraAdapter(Settings):
+    """Attributes: scale: mlx-lm's, alpha / rank already multiplied; targets: "all", or suffixes of layer names."""
+
+    name: Literal["lora"]
+    rank: PositiveInt
+    scale: Positive
+    dropout: Share
+    targets: Literal["all"] | Annotated[tuple[Text, ...], Field(min_length=1)]
+
+
+class FullAdapter(Settings):
+    """Every weight is trained."""
+
+    name: Literal["full"]
+
+
+class AdamSettings(Settings):
+    """Attributes: warmup_steps: optimizer steps; max_grad_norm: null for no clipping."""
+
+    name: Literal["adam"]
+    learning_rate: NonNegative
+    betas: tuple[Share, Share]
+    eps: Positive
+    warmup_steps: Count
+    schedule: Schedule
+    final_learning_rate_ratio: UnitInterval
+    max_grad_norm: Positive | None
+
+
+class AdamWSettings(Settings):
+    """Adam with decoupled weight decay."""
+
+    name: Literal["adamw"]
+    learning_rate: NonNegative
+    betas: tuple[Share, Share]
+    eps: Positive
+    warmup_steps: Count
+    schedule: Schedule
+    final_learning_rate_ratio: UnitInterval
+    max_grad_norm: Positive | None
+    weight_decay: NonNegative
+
+
+class RolloutSettings(Settings):
+    """Attributes: max_*_tokens: of one turn's answer, of the first prompt, of a whole episode; top_k: 0 is off."""
+
+    name: Literal["on_policy"]
+    mode: RolloutMode
+    max_completion_tokens: PositiveInt
+    max_prompt_tokens: PositiveInt
+    max_episode_tokens: PositiveInt
+    temperature: Positive
+    top_p: OpenShare
+    min_p: Share
+    top_k: Count
+    stop_strings: tuple[Text, ...]
+    ignore_eos: bool
+
+
+class MemorySettings(Settings):
+    """Attributes: micro_batch_size: rows of one pass, 0 for all; wired_limit_gib: Metal only."""
+
+    micro_batch_size: Count
+    cache_limit_gib: NonNegative | None
+    wired_limit_gib: NonNegative | None
+
+
+class TrainerSettings(Settings):
+    """Attributes: eval_every, save_every: steps, 0 for never in between; max_nonfinite_updates: skips tolerated."""
+
+    eval_every: Count
+    evaluation_episodes: PositiveInt
+    save_every: Count
+    max_nonfinite_updates: Count
+
+
+class WandbTracking(Settings):
+    """Attributes: *_every: steps, 0 for off; entity: null for the account's default."""
+
+    name: Literal["wandb"]
+    kl_every: Count
+    trajectories_every: Count
+    trajectories: PositiveInt
+    project: Annotated[Text, Field(min_length=1)]
+    entity: Text | None
+    mode: WandbMode
+
+
+class JsonlTracking(Settings):
+    """Files and console only."""
+
+    name: Literal["jsonl"]
+    kl_every: Count
+    trajectories_every: Count
+    trajectories: PositiveInt
+
+
+class DebugSettings(Settings):
+    """Faults to inject."""
+
+    inject_nan_step: Count | None
+
+
+class PathSettings(Settings):
+    """Attributes: output: root of everything a run writes."""
+
+    output: Annotated[Text, Field(min_length=1)]
+
+
+class RunConfig(Settings):
+    """One run, complete and resolved. Sections follow the groups of conf/.
+
+    Attributes:
+        name: null means <algorithm>_<env>_<model>.
+        group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
+        checkpoint: what job=evaluate scores; null for the base model.
+        algorithm, env: instances of the classes registered under the chosen names.
+    """
+
+    job: Job
+    name: Text | None
+    tags: tuple[Text, ...]
+    notes: Text
+    seed: Count
+    steps: PositiveInt
+    group_size: PositiveInt
+    tasks_per_step: PositiveInt
+    budget: Budget
+    checkpoint: Text | None
+    model: ModelSettings
+    adapter: LoraAdapter | FullAdapter
+    env: SerializeAsAny[Settings]
+    rollout: RolloutSettings
+    algorithm: SerializeAsAny[Settings]
+    memory: MemorySettings
+    optimizer: AdamSettings | AdamWSettings
+    trainer: TrainerSettings
+    tracking: WandbTracking | JsonlTracking
+    debug: DebugSettings
+    paths: PathSettings
+
+    @property
+    def run_name(self) -> str:
+        """The name a person reads."""
+        parts = (self.algorithm, self.env, self.model)
+        return self.name or "_".join(str(getattr(part, "name")) for part in parts)  # noqa: B009 - a registered class's
+
+    def plain(self) -> dict[str, Any]:
+        """Numbers, text, lists and dicts only: what config.yaml and the trackers get."""
+        return self.model_dump(mode="json")
