@@ -19,6 +19,7 @@ from mlxrl_runs.core import registry
 from mlxrl_runs.core.settings import Settings
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.groups import conf_folder, group_choices
+from mlxrl_runs.policy.shapes import SHAPES
 from mlxrl_runs.schema import (
     AdamSettings,
     AdamWSettings,
@@ -224,8 +225,11 @@ def _model_source(model: ModelSettings) -> list[str]:
         found += _model_folder(model.path)
     elif model.path is not None:
         found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local.")
-    if model.name == ModelKind.RANDOM and model.shape is None:
-        found.append("model.shape: got null; model=random needs a size. Try model.shape=11m.")
+    if model.name == ModelKind.RANDOM and model.shape not in SHAPES:
+        line = (
+            f"model.shape: got {wording.shown(model.shape)}; allowed: one of {', '.join(SHAPES)}. Try model.shape=11m."
+        )
+        found.append(line)
     if model.name != ModelKind.RANDOM and model.shape is not None:
         found.append(f"model.shape: got {model.shape!r}; only model=random has a shape. Try model=random.")
     return found

@@ -289,7 +289,8 @@ def test_a_local_model_needs_a_whole_folder(tmp_path):
 def test_paths_and_shapes_belong_to_their_models():
     assert "Try model=local" in only_problem("model=tiny", "model.path=/tmp")
     assert "only model=random has a shape" in only_problem("model=tiny", "model.shape=11m")
-    assert "model=random needs a size" in only_problem("model=random", "model.shape=null")
+    assert "one of 1m, 11m" in only_problem("model=random", "model.shape=null")
+    assert "one of 1m, 11m" in only_problem("model=random", "model.shape=11g")
 
 
 def test_a_checkpoint_is_for_evaluation(tmp_path):
