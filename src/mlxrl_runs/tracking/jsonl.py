@@ -45,8 +45,8 @@ class JsonlTracker:
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
-                f"step {step} was logged after step {self._last_step}: the step axis of {METRICS_FILE} never goes back. "
-                "Log each step once, all of its metrics together."
+                f"step {step} was logged after step {self._last_step}: the step axis of {METRICS_FILE} never goes "
+                "back. Log each step once, all of its metrics together."
             )
         _write(self._metrics, {"step": step, **_line(metrics)})
         self._last_step = step
@@ -77,7 +77,8 @@ def episode(step: int, record: TrajectoryRecord) -> dict[str, Any]:
         {
             "observation": turn.observation_text, "text": turn.text, "reward": _number(turn.reward),
             "reward_parts": {name: _number(part) for name, part in sorted(turn.reward_parts.items())},
-            "state": turn.state, "advantage": None if advantage is None else _number(advantage), "stop": turn.stop.value,
+            "state": turn.state, "advantage": None if advantage is None else _number(advantage),
+            "stop": turn.stop.value,
         }
         for turn, advantage in zip(trajectory.turns, advantages, strict=True)
     ]  # fmt: skip
