@@ -324,6 +324,7 @@ def test_an_episode_must_hold_an_answer():
 def test_a_secret_is_refused_and_never_printed(override):
     found = problems(override, "steps=-1")
     assert "DUMMY-KEY-123" not in "\n".join(found)
+    assert any("WANDB_API_KEY instead" in line or "<hidden>: not understood" in line for line in found)
     with pytest.raises(ConfigError) as caught:
         expand_points([override, "seed=1,2"])
         problems(override)

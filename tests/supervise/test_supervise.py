@@ -145,10 +145,12 @@ def test_the_second_signal_ends_at_once(tmp_path):
 
 def test_a_signal_while_the_worker_starts_is_not_lost(tmp_path):
     process = start(tmp_path, "notes=wait")
-    wait_for(tmp_path / "outputs" / "latest" / "run.json")
+    while subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).returncode != 0:
+        pass  # the worker's interpreter is only just there: none of our handlers stand yet
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
-    assert process.returncode == 143 and record(tmp_path)["state"] == "interrupted"
+    assert process.returncode == 143
+    assert record(tmp_path)["state"] == "interrupted" and (run_folder(tmp_path) / "saved").is_file()
 
 
 @pytest.mark.parametrize("part", ["wait", "deaf"])
