@@ -12,7 +12,7 @@ import pytest
 
 from mlxrl_runs.core.protocols import RunRecord
 from mlxrl_runs.tracking import weights_and_biases
-from mlxrl_runs.tracking.weights_and_biases import WeightsAndBiasesTracker, evaluation_metrics, histogram
+from mlxrl_runs.tracking.weights_and_biases import WeightsAndBiasesTracker, histogram
 
 DRIVER = Path(__file__).with_name("drive_wandb.py")
 WANDB = shutil.which("wandb", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -244,10 +244,3 @@ def test_a_histogram_counts_every_value_once():
     assert histogram([-1.0, 0.0, 0.5, 3.0], bins=4) == ([1, 2, 0, 1], [-1.0, 0.0, 1.0, 2.0, 3.0])
     # equal values: one unit around them, so 2 lies on the edge at the middle of [1.5, 2.5]
     assert histogram([2.0, 2.0], bins=2) == ([0, 2], [1.5, 2.0, 2.5])
-
-
-def test_an_evaluation_is_flattened_to_success_and_reward():
-    evaluation = {"sampled": {"success": 0.5, "reward": 1, "episodes": 8}, "random": {"success": 0.125}}
-    assert evaluation_metrics(evaluation) == {
-        "eval/sampled_success": 0.5, "eval/sampled_reward": 1.0, "eval/random_success": 0.125,
-    }  # fmt: skip

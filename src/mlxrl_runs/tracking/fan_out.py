@@ -2,10 +2,18 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mlxrl_runs.core.protocols import RunRecord, Tracker, TrajectoryRecord
 from mlxrl_runs.tracking.jsonl import JsonlTracker
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """A tracker whose service gives the run an id."""
+
+    @property
+    def run_id(self) -> str | None: ...
 
 
 class FanOut:
@@ -31,7 +39,7 @@ class FanOut:
     @property
     def run_id(self) -> str | None:
         """The id under which an outside service knows this run, None without one."""
-        ids = (getattr(tracker, "run_id", None) for tracker in self._trackers)
+        ids = (tracker.run_id for tracker in self._trackers if isinstance(tracker, Identified))
         return next((found for found in ids if found is not None), None)
 
     def start(self, run: RunRecord) -> None:

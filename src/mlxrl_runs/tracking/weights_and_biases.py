@@ -91,8 +91,7 @@ class WeightsAndBiasesTracker:
         self._later(lambda run: self._log_episodes(run, step, records))
 
     def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        row = {"step": step, **evaluation_metrics(evaluation)}
-        self._later(lambda run: run.log(row))
+        """Nothing: a step's eval/* numbers come with its metrics, as in metrics.jsonl."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send what is left and close the run; gives up, saying so, after CLOSE_SECONDS."""
@@ -209,17 +208,6 @@ class _SdkFolders:
         for name in self.added:
             os.environ.pop(name, None)
         self.added = ()
-
-
-def evaluation_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """An evaluation as flat metric names: {"sampled": {"success": 0.5}} is {"eval/sampled_success": 0.5}."""
-    return {
-        f"eval/{policy}_{name}": float(value)
-        for policy, numbers in evaluation.items()
-        if isinstance(numbers, Mapping)
-        for name, value in numbers.items()
-        if name in ("success", "reward") and value is not None
-    }
 
 
 def histogram(values: Sequence[float], bins: int = HISTOGRAM_BINS) -> tuple[list[int], list[float]]:

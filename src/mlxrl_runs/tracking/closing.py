@@ -1,0 +1,151 @@
+"""The last thing a run prints: what it reached, what it took, where it lies, and what to type next."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from mlxrl_runs.tracking.drawing import area_chart, readable_bytes, readable_seconds
+
+CHART_HEIGHT = 6
+CHART_WIDTH = 64
+STATE_STYLES = {"finished": "bold green", "interrupted": "bold yellow", "failed": "bold red"}
+
+
+def closing_words(
+    summary: Mapping[str, Any], exit_code: int, rewards: Sequence[float], console: Console
+) -> Iterator[RenderableType]:
+    """The parts of the summary, top to bottom; what `summary` does not hold is left out.
+
+    Args:
+        summary: state, steps, evaluation, peaks, seconds, tokens, files, next, device.
+        rewards: reward/mean, one number a step.
+        console: for its width, and whether it can show more than ASCII.
+    """
+    yield from _headline(summary, exit_code, console)
+    yield from _evaluation(summary.get("evaluation") or {})
+    yield from _curve(rewards, console)
+    yield from _cost(summary.get("seconds") or {}, summary.get("peaks") or {})
+    yield from _totals(summary)
+    yield from _pointers(summary)
+
+
+def _headline(summary: Mapping[str, Any], exit_code: int, console: Console) -> Iterator[RenderableType]:
+    state = str(summary.get("state", "finished" if exit_code == 0 else "failed"))
+    total = (summary.get("seconds") or {}).get("total")
+    words = [state, f"{summary['steps']} steps" if "steps" in summary else ""]
+    words += [f"in {readable_seconds(total)}" if total is not None else "", str(summary.get("device", ""))]
+    style = STATE_STYLES.get(state, "bold")
+    title = Text("  ".join(word for word in words if word), style=style)
+    yield Text()
+    yield Rule(title, align="left", style=style, characters="-" if console.options.ascii_only else "─")
+
+
+def _evaluation(evaluation: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Before and after, beside the random policy (the floor) and the oracle (the ceiling)."""
+    before, after = evaluation.get("before") or {}, evaluation.get("after") or {}
+    rows = [
+        (f"{policy} {score}", _pick(before, policy, score), _pick(after, policy, score), score)
+        for score in ("success", "reward")
+        for policy in ("sampled", "greedy")
+    ]
+    rows = [row for row in rows if row[1] is not None or row[2] is not None]
+    if not rows:
+        return
+    table = _table("held-out tasks", "before", "after", "change", "random", "oracle")
+    for label, old, new, score in rows:
+        bounds = after or before
+        table.add_row(
+            label, _score(old), Text(_score(new), style="bold"), _change(old, new),
+            _score(_pick(bounds, "random", score)), _score(_pick(bounds, "oracle", score)),
+        )  # fmt: skip
+    yield Text()
+    yield table
+
+
+def _pick(evaluation: Mapping[str, Any], policy: str, score: str) -> float | None:
+    return (evaluation.get(policy) or {}).get(score)
+
+
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _change(old: float | None, new: float | None) -> Text:
+    if old is None or new is None:
+        return Text()
+    style = "green" if new > old else "red" if new < old else ""
+    return Text(f"{new - old:+.3f}", style=style)
+
+
+def _curve(rewards: Sequence[float], console: Console) -> Iterator[RenderableType]:
+    ascii_only = console.options.ascii_only
+    width = min(CHART_WIDTH, console.width - 14)
+    lines = area_chart(rewards, width, CHART_HEIGHT, ascii_only=ascii_only)
+    if len(rewards) < 2 or not lines:
+        return
+    margin = len(lines[0].split("|" if ascii_only else "┤")[0]) + 1
+    last = str(len(rewards))
+    yield Text()
+    yield Text("  reward of the sampled episodes, step by step", style="cyan")
+    for line in lines:
+        yield Text(f"  {line}", style="green", no_wrap=True)
+    yield Text(f"  {' ' * margin}1{last:>{width - 1}}", style="dim", no_wrap=True)
+
+
+def _cost(seconds: Mapping[str, float], peaks: Mapping[str, float]) -> Iterator[RenderableType]:
+    phases = [phase for phase in seconds if phase != "total"]
+    phases += [phase for phase in peaks if phase not in seconds]
+    if not phases:
+        return
+    table = _table("phase", "seconds", "share", "memory peak")
+    total = seconds.get("total") or sum(seconds.values())
+    for phase in phases:
+        spent, peak = seconds.get(phase), peaks.get(phase)
+        table.add_row(
+            phase,
+            "" if spent is None else f"{spent:.1f}",
+            "" if spent is None or not total else f"{spent / total:.0%}",
+            "" if peak is None else readable_bytes(peak),
+        )
+    yield Text()
+    yield table
+
+
+def _totals(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    tokens = [
+        f"{count:,.0f} {name.replace('_', ' ')}"
+        for name, count in (summary.get("tokens") or {}).items()
+        if isinstance(count, int | float)
+    ]
+    if tokens:
+        yield Text()
+        yield Text.assemble(("  tokens  ", "cyan"), ", ".join(tokens))
+
+
+def _pointers(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Paths and commands stand on lines of their own and are never wrapped, so that they can be copied."""
+    files: Mapping[str, Any] = summary.get("files") or {}
+    if files:
+        yield Text()
+        width = max(len(label) for label in files)
+        for label, path in files.items():
+            yield Text.assemble((f"  {label:<{width}}  ", "cyan"), str(path))
+    commands: Sequence[str] = summary.get("next") or ()
+    if commands:
+        yield Text()
+        yield Text("  next", style="cyan")
+        for command in commands:
+            yield Text(f"    {command}", style="bold")
+    yield Text()
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column(first, style="cyan", no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
