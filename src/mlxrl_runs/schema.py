@@ -148,10 +148,11 @@ class MemorySettings(Settings):
 
 
 class TrainerSettings(Settings):
-    """Attributes: eval_every, save_every: steps, 0 for never in between; max_nonfinite_updates: skips tolerated."""
+    """Attributes: evaluation_rows: episodes decoded together; *_every: steps, 0 for never in between."""
 
     eval_every: Count
     evaluation_episodes: PositiveInt
+    evaluation_rows: PositiveInt
     save_every: Count
     max_nonfinite_updates: Count
 

@@ -1,6 +1,6 @@
 """Padded arrays made from trajectories: one row each, padding on the right."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -12,8 +12,8 @@ from mlxrl_runs.core.trajectory import Group, Trajectory
 class Batch:
     """B trajectories padded to T tokens.
 
-    Every (B, T) array is aligned with `tokens`: `x[b, t]` speaks of `tokens[b, t]`, whose log-probability is conditioned on
-    `tokens[b, :t]`. Column 0 is always context.
+    Every (B, T) array is aligned with `tokens`: `x[b, t]` speaks of `tokens[b, t]`, whose log-probability is
+    conditioned on `tokens[b, :t]`. Column 0 is always context.
 
     Attributes:
         tokens: (B, T) int32.
@@ -49,12 +49,8 @@ class Batch:
 
     def select_rows(self, start: int, stop: int) -> "Batch":
         """Rows [start, stop) with the columns that only padded them cut off."""
-        width = int(self.lengths[start:stop].max().item())
-        part = {
-            name: getattr(self, name)[start:stop, :width]
-            for name in _PER_TOKEN
-            if getattr(self, name) is not None
-        }
+        width = max(len(trajectory.tokens) for trajectory in self.trajectories[start:stop])
+        part = {name: getattr(self, name)[start:stop, :width] for name in _PER_TOKEN if getattr(self, name) is not None}
         return replace(
             self,
             lengths=self.lengths[start:stop],
@@ -62,6 +58,12 @@ class Batch:
             trajectories=self.trajectories[start:stop],
             **part,
         )
+
+    def chunks(self, rows: int) -> Iterator["Batch"]:
+        """The batch in micro-batches of `rows` rows; 0 gives it whole."""
+        size = rows or self.rows
+        for start in range(0, self.rows, size):
+            yield self.select_rows(start, min(start + size, self.rows))
 
     def spread_turns(self, per_turn: Sequence[Sequence[float]]) -> mx.array:
         """(B, T): each action token gets its turn's number, everything else 0.

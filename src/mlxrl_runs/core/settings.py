@@ -1,12 +1,13 @@
 """Base of every config schema: frozen, typed, ranges checked, unknown keys refused. Imports no MLX."""
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Settings(BaseModel):
-    """A config section. The yaml lists every key with its value; fields give type, meaning and range, never a default."""
+    """A config section. The yaml lists every key with its value; fields give type, meaning, range, and no default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -24,3 +25,26 @@ PositiveInt = Annotated[Int, Field(ge=1)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Positive = Annotated[Float, Field(gt=0)]
 UnitInterval = Annotated[Float, Field(ge=0, le=1)]
+
+
+class Reduction(StrEnum):
+    """How per-token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    SEQUENCE_SUM = "sequence_sum"
+    FIXED_LENGTH = "fixed_length"
+
+
+class KlGradient(StrEnum):
+    """Which gradient the KL term has: the estimator's own, or TRL's, corrected by the importance ratio."""
+
+    PLAIN = "plain"
+    CORRECTED = "corrected"
+
+
+class Recommended(Settings):
+    """What suits an environment; the run-wide keys read it by interpolation."""
+
+    steps: PositiveInt
+    max_completion_tokens: PositiveInt

@@ -10,9 +10,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxrl_runs.maths import anchors, baselines, divergence, logprob, reduction, returns, surrogates
+    from mlxrl_runs.maths import (
+        anchors,
+        baselines,
+        divergence,
+        logprob,
+        objective,
+        reduction,
+        returns,
+        scalars,
+        surrogates,
+    )
 
-__all__ = ["anchors", "baselines", "divergence", "logprob", "reduction", "returns", "surrogates"]
+__all__ = [
+    "anchors",
+    "baselines",
+    "divergence",
+    "logprob",
+    "objective",
+    "reduction",
+    "returns",
+    "scalars",
+    "surrogates",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

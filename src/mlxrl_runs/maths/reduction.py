@@ -82,6 +82,22 @@ def fixed_length(mask: mx.array, length: float, row_count: mx.array | float | No
     return sequence_sum(mask, row_count) / max(length, 1)
 
 
+def by_name(name: str, mask: mx.array, length: float | None = None) -> mx.array:
+    """The weights a config asks for.
+
+    Args:
+        name: token_mean, sequence_mean, sequence_sum or fixed_length.
+        mask: (B, T).
+        length: tokens; for fixed_length only.
+    Returns: (B, T).
+    """
+    if name == "fixed_length":
+        if length is None:
+            raise ValueError("fixed_length needs a length")
+        return fixed_length(mask, length)
+    return {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}[name](mask)
+
+
 def nonempty_rows(mask: mx.array) -> mx.array:
     """How many rows have at least one token.
 

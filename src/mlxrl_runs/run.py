@@ -1,0 +1,316 @@
+"""The Run: the one file that knows every part. Turns a checked config into a trained or evaluated policy."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+from mlxrl_runs import backend as backends
+from mlxrl_runs.config import RunConfig
+from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord
+from mlxrl_runs.core.stop import StopRequest
+from mlxrl_runs.errors import MlxrlError
+from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
+from mlxrl_runs.training.run_folder import RunFolder
+
+BACKEND = backends.prepare()  # before anything below imports MLX
+
+import mlx.core as mx  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from mlxrl_runs.memory.limits import applied_limits, memory_size_bytes  # noqa: E402
+from mlxrl_runs.memory.meter import Meter  # noqa: E402
+from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
+from mlxrl_runs.policy.load import Policy, open_policy  # noqa: E402
+from mlxrl_runs.rollout.engine import Limits, RolloutEngine  # noqa: E402
+from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
+from mlxrl_runs.rollout.sampling import Sampling  # noqa: E402
+from mlxrl_runs.tracking.build import make_trackers  # noqa: E402
+from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
+from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
+from mlxrl_runs.training.loop import Cadence, Trainer  # noqa: E402
+from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
+from mlxrl_runs.training.state import Checkpoints  # noqa: E402
+from mlxrl_runs.training.update import Updater  # noqa: E402
+
+
+def execute(
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    overrides: Sequence[str],
+    sweep: Mapping[str, Any] | None,
+    stop: StopRequest,
+) -> dict[str, Any]:
+    """Do the config's job in `folder` and return the summary that was written there.
+
+    Raises: MlxrlError subclasses for what a person can act on; Interrupted after everything was saved.
+    """
+    console = Console()
+    if BACKEND.warning:
+        console.print(f"[bold red]{BACKEND.warning}[/]")
+    with applied_limits(config.memory.cache_limit_gib, config.memory.wired_limit_gib) as limits:
+        run = Run(config, folder, console=console, stop=stop, overrides=overrides, sweep=sweep)
+        run.record_machine(limits)
+        return run.train() if config.job is Job.TRAIN else run.evaluate()
+
+
+@dataclass
+class Run:
+    """One config, wired. Trackers start first, so that a slow one gets ready while the model loads."""
+
+    config: RunConfig
+    folder: RunFolder
+    console: Console
+    stop: StopRequest
+    overrides: Sequence[str] = ()
+    sweep: Mapping[str, Any] | None = None
+    tracker: FanOut = field(init=False)
+    policy: Policy = field(init=False)
+    engine: RolloutEngine = field(init=False)
+    evaluator: Evaluator = field(init=False)
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.tracker = make_trackers(
+            tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
+        )
+        self.tracker.start(self._record())
+        try:
+            self._open()
+        except BaseException:
+            self.tracker.finish({"state": "failed", "steps": 0}, 1)
+            raise
+
+    def _open(self) -> None:
+        config, rollout = self.config, self.config.rollout
+        self.policy = self._open_policy()
+        self.engine = RolloutEngine(
+            self.policy.model,
+            ChatFormat(self.policy.tokenizer),
+            self.policy.eos_ids,
+            Limits(
+                max_completion_tokens=rollout.max_completion_tokens,
+                max_prompt_tokens=rollout.max_prompt_tokens,
+                max_episode_tokens=rollout.max_episode_tokens,
+                stop_strings=rollout.stop_strings,
+                ignore_eos=rollout.ignore_eos,
+            ),
+            mode=rollout.mode,
+            stop=self.stop,
+        )
+        if self.engine.mode != rollout.mode:
+            self.console.print(f"[bold yellow]rollout.mode={rollout.mode}: {self.engine.mode_reason}[/]")
+        self.evaluator = Evaluator(
+            self.engine,
+            self.family,
+            self._sampling(),
+            seed=config.seed,
+            episodes=config.trainer.evaluation_episodes,
+            rows=config.trainer.evaluation_rows,
+        )
+
+    def _open_policy(self) -> Policy:
+        config, adapter, model = self.config, self.config.adapter, self.config.model
+        lora: dict[str, Any] = (
+            {"rank": adapter.rank, "scale": adapter.scale, "dropout": adapter.dropout, "targets": adapter.targets}
+            if isinstance(adapter, LoraAdapter)
+            else {}
+        )
+        return open_policy(
+            name=model.name,
+            path=model.path,
+            shape=model.shape,
+            adapter=adapter.name,
+            seed=config.seed,
+            keep_reference=self.algorithm.needs_reference or config.tracking.kl_every > 0,
+            **lora,
+        )
+
+    def record_machine(self, limits: Mapping[str, float]) -> None:
+        """Put the device and the choices that were made for it into run.json."""
+        self.folder.update(
+            device={
+                "backend": BACKEND.name,
+                "blas": BACKEND.blas,
+                "name": str(mx.device_info().get("device_name", mx.default_device())),
+                "memory_bytes": memory_size_bytes(),
+            },
+            engine={
+                "rollout_mode": self.engine.mode,
+                "rollout_mode_reason": self.engine.mode_reason,
+                "trainable_parameters": self.policy.trainable_parameters,
+                **limits,
+            },
+        )
+
+    def train(self) -> dict[str, Any]:
+        """job=train: evaluate, train, evaluate, save."""
+        trainer = self._trainer()
+        state, code = "failed", 1
+        try:
+            trainer.train()
+            state, code = "finished", 0
+        except MlxrlError as error:
+            state, code = ("interrupted" if error.exit_code > 128 else "failed"), error.exit_code
+            raise
+        finally:
+            if trainer.progress.step > 0:
+                self.policy.save(self.folder.path / self._weights_folder)
+            summary = self._summary(state, trainer.evaluations, trainer)
+            self._write(summary, trainer.evaluations)
+            self.tracker.finish(summary, code)
+            self.folder.update(wandb_id=self.tracker.run_id)
+        return summary
+
+    def evaluate(self) -> dict[str, Any]:
+        """job=evaluate: score the base model, or a checkpoint, on held-out tasks."""
+        if self.config.checkpoint is not None:
+            self.policy.load_weights(Path(self.config.checkpoint).expanduser())
+        evaluations: dict[str, dict[str, Score] | None] = {"before": None, "after": None}
+        state, code = "failed", 1
+        try:
+            scores = self.evaluator.evaluate()
+            evaluations["after"] = scores
+            self.tracker.log_evaluation(0, scores)
+            state, code = "finished", 0
+        except MlxrlError as error:
+            state, code = ("interrupted" if error.exit_code > 128 else "failed"), error.exit_code
+            raise
+        finally:
+            summary = self._summary(state, evaluations, None)
+            self._write(summary, evaluations)
+            self.tracker.finish(summary, code)
+            self.folder.update(wandb_id=self.tracker.run_id)
+        return summary
+
+    def _trainer(self) -> Trainer:
+        config, optimizer = self.config, self.config.optimizer
+        updates = config.steps * self.algorithm.updates_per_batch
+        updater = Updater(
+            self.policy,
+            make_optimizer(
+                optimizer.name,
+                betas=optimizer.betas,
+                eps=optimizer.eps,
+                weight_decay=optimizer.weight_decay if isinstance(optimizer, AdamWSettings) else 0.0,
+            ),
+            LearningRate(
+                optimizer.learning_rate,
+                optimizer.schedule,
+                optimizer.warmup_steps,
+                updates,
+                optimizer.final_learning_rate_ratio,
+            ),
+            temperature=config.rollout.temperature,
+            rows=config.memory.micro_batch_size,
+            max_grad_norm=optimizer.max_grad_norm,
+            max_nonfinite=config.trainer.max_nonfinite_updates,
+            seed=config.seed,
+            stop=self.stop,
+        )
+        experience = OnPolicy(
+            self.engine,
+            self.family,
+            self._sampling(),
+            seed=config.seed,
+            tasks_per_step=config.tasks_per_step,
+            group_size=config.group_size,
+        )
+        return Trainer(
+            policy=self.policy,
+            experience=experience,
+            algorithm=self.algorithm,
+            updater=updater,
+            evaluator=self.evaluator,
+            tracker=self.tracker,
+            checkpoints=Checkpoints(self.folder.path),
+            meter=Meter(),
+            cadence=Cadence(
+                steps=config.steps,
+                eval_every=config.trainer.eval_every,
+                save_every=config.trainer.save_every,
+                kl_every=config.tracking.kl_every,
+                trajectories_every=config.tracking.trajectories_every,
+                trajectories=config.tracking.trajectories,
+                budget_tokens=config.budget.tokens,
+                budget_episodes=config.budget.episodes,
+                budget_minutes=config.budget.minutes,
+                inject_nan_step=config.debug.inject_nan_step,
+            ),
+            temperature=config.rollout.temperature,
+            micro_batch_rows=config.memory.micro_batch_size,
+            stop=self.stop,
+        )
+
+    def _sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(rollout.temperature, rollout.top_p, rollout.min_p, rollout.top_k)
+
+    @property
+    def family(self) -> EnvironmentFamily:
+        return cast(EnvironmentFamily, self.config.env)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return cast(Algorithm, self.config.algorithm)
+
+    @property
+    def _weights_folder(self) -> str:
+        return "adapters" if isinstance(self.config.adapter, LoraAdapter) else "model"
+
+    def _record(self) -> RunRecord:
+        config = self.config
+        return RunRecord(
+            name=config.run_name,
+            folder=str(self.folder.path),
+            job=config.job,
+            config=config.plain(),
+            overrides=tuple(self.overrides),
+            group=self.sweep["name"] if self.sweep else None,
+            tags=config.tags,
+            notes=config.notes,
+            steps=config.steps if config.job is Job.TRAIN else 0,
+            versions={name: version(name) for name in ("mlx", "mlx-lm", "mlxrl-runs")},
+        )
+
+    def _write(self, summary: Mapping[str, Any], evaluations: Mapping[str, Any]) -> None:
+        self.folder.write_json("evaluation.json", evaluations)
+        self.folder.write_json("summary.json", summary)
+
+    def _summary(
+        self, state: str, evaluations: Mapping[str, dict[str, Score] | None], trainer: Trainer | None
+    ) -> dict[str, Any]:
+        total = time.perf_counter() - self.started
+        summary: dict[str, Any] = {
+            "state": state,
+            "steps": 0,
+            "evaluation": dict(evaluations),
+            "files": {"run folder": str(self.folder.path)},
+            "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
+            "seconds": {"total": total},
+            "next": [],
+        }
+        if trainer is None:
+            return summary
+        done, meter = trainer.progress, trainer.meter
+        return summary | {
+            "steps": done.step,
+            "final": trainer.final,
+            "best": trainer.best,
+            "peaks": dict(meter.highest_bytes),
+            "seconds": {**meter.total_seconds, "total": total},
+            "tokens": done.counts(),
+            "files": summary["files"] | {"weights": str(self.folder.path / self._weights_folder)},
+            "next": self._next_commands(),
+        }
+
+    def _next_commands(self) -> list[str]:
+        weights = self.folder.path / self._weights_folder
+        choices = " ".join(f"{group}={getattr(self.config, group).name}" for group in ("model", "adapter", "env"))
+        return [
+            f"python -m mlxrl_runs job=evaluate {choices} checkpoint={weights}",
+            "python -m mlxrl_runs -m algorithm=grpo,gigpo seed=0,1",
+        ]
