@@ -1,4 +1,4 @@
-"""Runs the tracker in a process of its own: `python drive_wandb.py FOLDER RUNS MODE [INIT_SECONDS] [anything]`.
+"""Runs the tracker in a process of its own: `python drive_wandb.py FOLDER RUNS MODE INIT_SECONDS [together] [anything]`.
 
 Prints what the tracker says, then one JSON line: the ids, and the seconds it all took.
 """
@@ -22,7 +22,7 @@ def episode(member, advantage):
     return TrajectoryRecord("doors-1", member, Trajectory("doors-1", member, (turn,), EndReason.ENV_DONE), (advantage,))
 
 
-def track(folder, seed, mode):
+def begin(folder, seed, mode):
     folder.mkdir()
     tracker = WeightsAndBiasesTracker(folder, "mlxrl-runs-test", None, mode, lambda text: print(text, flush=True))
     tracker.start(
@@ -31,13 +31,15 @@ def track(folder, seed, mode):
             overrides=(f"seed={seed}",), tags=("tiny", "t" * 99), notes="a note", steps=3, versions={"mlx": "0.32.4"},
         )
     )  # fmt: skip
-    tracker.log_evaluation(
-        0, {"sampled": {"success": 0.25, "reward": 0.5, "episodes": 8}, "random": {"success": 0.125}}
-    )
+    tracker.log(0, {"eval/sampled_success": 0.25})
     for step in (1, 2, 3):
         tracker.log(step, {"reward/mean": step / 4, "memory/peak_bytes": 100 - step, "loss/total": float("nan")})
         tracker.log_trajectories(step, [episode(0, -1.0), episode(1, 1.0)])
     tracker.log(2, {"eval/greedy_success": 0.75})
+    return tracker
+
+
+def end(tracker, seed):
     tracker.finish({"state": "finished", "best": {"reward/mean": 0.75}}, exit_code=1 if seed == 2 else 0)
     return tracker.run_id
 
@@ -46,7 +48,12 @@ def main():
     root, runs, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     weights_and_biases.INIT_SECONDS = float(sys.argv[4])
     started = time.monotonic()
-    ids = [track(root / f"run{seed}", seed, mode) for seed in range(1, runs + 1)]
+    seeds = range(1, runs + 1)
+    if "together" in sys.argv:  # all open at once
+        trackers = [begin(root / f"run{seed}", seed, mode) for seed in seeds]
+        ids = [end(tracker, seed) for seed, tracker in zip(seeds, trackers, strict=True)]
+    else:
+        ids = [end(begin(root / f"run{seed}", seed, mode), seed) for seed in seeds]
     added = sorted(name for name in os.environ if name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"))
     print(json.dumps({"ids": ids, "seconds": time.monotonic() - started, "environment": added}))
 

@@ -21,14 +21,14 @@ KEY = "d0" * 20  # the length the SDK asks of a key
 NOWHERE = "http://127.0.0.1:9"  # nobody answers there
 
 
-def drive(folder, runs, mode="auto", init_seconds=1.0, **environment):
+def drive(folder, runs, *words, mode="auto", init_seconds=1.0, **environment):
     """Run the driver and return what it printed, its report, and the seconds from start to the end of the process."""
     home = folder / "home"
     home.mkdir(parents=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, DRIVER, folder, str(runs), mode, str(init_seconds), f"+wandb.api_key={SECRET}"],
+        [sys.executable, DRIVER, folder, str(runs), mode, str(init_seconds), *words, f"+wandb.api_key={SECRET}"],
         env={**kept, "HOME": str(home), "WANDB_BASE_URL": NOWHERE, **environment},
         capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, cwd=folder,
     )  # fmt: skip
@@ -84,6 +84,15 @@ def test_runs_of_one_process_are_runs_of_their_own_in_one_group(three_runs):
         assert run["run_group"] == "the sweep" and run["job_type"] == "train"
 
 
+def test_a_run_that_is_still_open_is_not_handed_out_again(tmp_path):
+    # H27, the case that went wrong: the earlier run was not finished before the next one started
+    report = drive(tmp_path, 2, "together")
+    read = [read_back(tmp_path / f"run{seed}") for seed in (1, 2)]
+    assert [summary["run_id"] for _, summary in read] == report["ids"]
+    assert [summary["config"]["seed"] for _, summary in read] == [1, 2]
+    assert all(logged(history(records), "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)] for records, _ in read)
+
+
 def test_the_config_is_plain_and_holds_overrides_and_versions(three_runs):
     # H28
     _, summary = read_back(three_runs[0] / "run1")
@@ -99,13 +108,9 @@ def test_every_row_arrives_on_our_own_step_even_an_earlier_one(three_runs):
     # H29: the evaluation of step 2 comes after step 3 was logged; counted by the SDK's own step it would be dropped
     records, _ = read_back(three_runs[0] / "run1")
     rows = history(records)
-    assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
-    ]
-    assert [(row["step"], row["eval/sampled_success"]) for row in rows if "eval/sampled_success" in row] == [(0, 0.25)]
-    assert [(row["step"], row["eval/greedy_success"]) for row in rows if "eval/greedy_success" in row] == [(2, 0.75)]
+    assert logged(rows, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert logged(rows, "eval/sampled_success") == [(0, 0.25)]
+    assert logged(rows, "eval/greedy_success") == [(2, 0.75)]
     axes = {record["metric"].get("glob_name"): record["metric"] for record in records if record["type"] == "metric"}
     assert axes["*"]["step_metric"] == "step"
 
