@@ -355,7 +355,9 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
     choices, found = group_choices(config_dirs), []
     for override in parsed:
         key = override.key_or_group
-        if override.is_sweep_override():
+        if _is_secret(override):
+            found.append(wording.secret_key(key))
+        elif override.is_sweep_override():
             found.append(f"{key}: got several values; one run takes one. Add -m to run all of them.")
         elif key in FOLDER_KEYS:
             found.append(
@@ -363,8 +365,6 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
             )
         elif key == "hydra.mode":
             found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
-        elif _is_secret(override):
-            found.append(wording.secret_key(key))
         elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
             found.append(wording.unknown_choice(key, override.value(), choices[key]))
     return found

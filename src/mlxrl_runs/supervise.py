@@ -19,7 +19,6 @@ from mlxrl_runs.training.run_folder import read_run_json, record_end
 
 WORKER_COMMAND = (sys.executable, "-m", "mlxrl_runs.worker")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OBJECTIVE_METRICS = ("eval/success", "eval/reward")  # the first one a summary has
 KILL_ADVICE = {
     signal.SIGKILL: "Most often the system does this when memory runs out. "
     "Try memory.micro_batch_size=1, then a smaller rollout.max_completion_tokens, tasks_per_step or group_size.",
@@ -55,11 +54,11 @@ class Outcome:
 
 
 def read_objective(folder: Path) -> float | None:
-    """The objective in a run folder's summary.json."""
+    """Success of the sampled policy in the evaluation after the run, as summary.json has it; None without one."""
     file = folder / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {}
-    numbers = (summary.get(name) for name in OBJECTIVE_METRICS)
-    return next((number for number in numbers if number is not None), None)
+    after = (summary.get("evaluation") or {}).get("after")
+    return after["sampled"]["success"] if after else None
 
 
 def supervise(

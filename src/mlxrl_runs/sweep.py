@@ -183,7 +183,7 @@ def _print_report(folder: Path, lines: Sequence[Line], trouble: Exception | None
     print(f"\nSweep {folder.name}: {sum(line.state == 'finished' for line in lines)} of {len(lines)} runs finished")
     for line in lines:
         objective = "-" if line.objective is None else f"{line.objective:.3f}"
-        print(f"  {line.state:<11} reward {objective:>6}  {line.label}  {line.folder}")
+        print(f"  {line.state:<11} success {objective:>6}  {line.label}  {line.folder}")
     failed = [line for line in lines if line.error]
     for line in failed:
         print(f"{line.label}: {line.state}: {line.error}\n  see {line.folder / 'run.log'}", file=sys.stderr)

@@ -16,7 +16,7 @@ def execute(config, folder: RunFolder, *, overrides, sweep, stop: StopRequest) -
     print(f"\x1b[31mworking\x1b[0m on {config.notes} " + ("x" * 10) + "\rdone", flush=True)
     (folder.path / "mlx_was_imported_before").write_text(str("mlx" in sys.modules))
     played(config.notes, folder.path, stop)
-    summary = {"eval/success": config.seed / 10}
+    summary = {"evaluation": {"before": None, "after": {"sampled": {"success": config.seed / 10}}}}
     folder.write_json("summary.json", summary)
     return summary
 

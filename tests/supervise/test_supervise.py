@@ -33,16 +33,6 @@ def record(folder: Path) -> dict:
     return json.loads((run_folder(folder) / "run.json").read_text())
 
 
-def wait_for(file: Path, seconds: float = 30) -> str:
-    """A file's text, once it is there."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if file.is_file() and file.read_text():
-            return file.read_text()
-        time.sleep(0.02)
-    raise AssertionError(f"{file} did not appear within {seconds} s")
-
-
 def wait_until_gone(pid: int, seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -59,7 +49,12 @@ def wait_until_gone(pid: int, seconds: float = 15) -> None:
 def started(folder: Path, part: str) -> "tuple[subprocess.Popen[str], int]":
     """A run that waits, once it waits; with its worker's process id."""
     process = start(folder, f"notes={part}")
-    return process, int(wait_for(folder / "outputs" / "latest" / "ready"))
+    ready = folder / "outputs" / "latest" / "ready"
+    deadline = time.monotonic() + 30
+    while not (ready.is_file() and ready.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[1]
+    return process, int(ready.read_text())
 
 
 def test_a_run_that_ends_well_leaves_a_whole_record(tmp_path):

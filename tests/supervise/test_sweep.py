@@ -29,7 +29,7 @@ def test_each_point_is_a_run_of_its_own(tmp_path):
     assert len({record["pid"] for record in found.values()}) == 3
     assert {record["sweep"] for record in found.values()} == {"study"}
     assert sorted(name.split("_", 1)[1] for name in found) == ["seed=1", "seed=2", "seed=3"]
-    assert "3 of 3 runs finished" in out and "reward  0.300  seed=3" in out
+    assert "3 of 3 runs finished" in out and "success  0.300  seed=3" in out
     listed = json.loads((tmp_path / "outputs" / "sweeps" / "study" / "sweep.json").read_text())
     assert listed["overrides"] == ["seed=1,2,3", "notes=fine", "name=study"]
     assert [Path(point["folder"]).name for point in listed["points"]] == sorted(found, key=lambda name: name[-1])
