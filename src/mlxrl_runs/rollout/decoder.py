@@ -13,6 +13,10 @@ from mlxrl_runs.rollout.cache import RaggedKVCache, RowLengths
 class Decoder(Protocol):
     """Holds the KV of some rows. Logits are those after each row's last token, (B, V)."""
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens fed to each row so far."""
+
     def feed(self, tokens: Sequence[Sequence[int]]) -> mx.array:
         """Append each row's tokens (at least one each)."""
 
@@ -33,6 +37,10 @@ class BatchedDecoder:
         self._model = model
         self._lengths = RowLengths([0] * rows)
         self._caches = [RaggedKVCache(self._lengths) for _ in model.layers]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._lengths.host
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
@@ -89,12 +97,19 @@ class SingleDecoder:
     def __init__(self, model: nn.Module):
         self._model = model
         self._caches = make_prompt_cache(model)
+        self._length = 0
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self._length]
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> mx.array:
         [row] = tokens
+        self._length += len(row)
         return self._model(mx.array([list(row)]), cache=self._caches)[:, -1]
 
     def step(self, tokens: mx.array, growing: Sequence[bool]) -> mx.array:
+        self._length += 1
         return self._model(tokens[:, None], cache=self._caches)[:, -1]
 
     def select(self, rows: Sequence[int]) -> "SingleDecoder":

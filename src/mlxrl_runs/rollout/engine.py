@@ -149,7 +149,7 @@ class RolloutEngine:
                 return [_trajectory(episode) for episode in episodes]
             if len(alive) < len(running):
                 decoder, running = decoder.select(alive), [running[row] for row in alive]
-            logits = decoder.feed([[*episode.unread, *episode.context.tokens] for episode in running])
+            logits = decoder.feed(_suffixes(decoder, running))
 
     def _open(self, request: EpisodeRequest) -> _Episode:
         environment = request.make()
@@ -260,6 +260,14 @@ class RolloutEngine:
             episode.unread = [action.tokens[-1]]
             episode.observation, episode.context = result.observation, context
             episode.tokens += len(context.tokens)
+
+
+def _suffixes(decoder: Decoder, episodes: Sequence[_Episode]) -> list[list[int]]:
+    """What each row has still to read. Only ever a suffix: what was fed before is a prefix of the trajectory so far."""
+    suffixes = [[*episode.unread, *episode.context.tokens] for episode in episodes]
+    for length, suffix, episode in zip(decoder.lengths, suffixes, episodes, strict=True):
+        assert length + len(suffix) == episode.tokens, "the KV holds other tokens than the trajectory"
+    return suffixes
 
 
 def _trajectory(episode: _Episode) -> Trajectory:

@@ -1,0 +1,88 @@
+"""Small things many tests build: settings from the yamls, policies, engines, hand-made trajectories."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlxrl_runs.core import registry
+from mlxrl_runs.core.batch import Batch, collate
+from mlxrl_runs.core.stop import StopRequest
+from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory, Turn
+from mlxrl_runs.policy.chat import ChatFormat
+from mlxrl_runs.policy.load import Policy, open_policy
+from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.on_policy import requests_of
+from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
+from mlxrl_runs.training.update import Updater
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+ALGORITHMS = sorted(file.stem for file in (CONF / "algorithm").glob("*.yaml"))
+ENVIRONMENTS = ["arithmetic", "recurring"]
+
+
+def settings(group: str, name: str, **changes: Any) -> Any:
+    """The class registered under `name`, with its yaml's values and some changed."""
+    kinds = {"algorithm": registry.algorithm, "env": registry.environment}
+    values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    return kinds[group].get(name).model_validate(values | changes)
+
+
+def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
+    return open_policy(
+        name="tiny", path=None, shape=None, adapter=adapter, seed=seed, keep_reference=True, rank=4, scale=4.0, **changes
+    )
+
+
+def engine_of(policy: Policy, mode: str = "batched", **limits: Any) -> RolloutEngine:
+    limits = {"max_completion_tokens": 16} | limits
+    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(**limits), mode=mode)
+
+
+def some_requests(
+    environment: str, tasks: int = 3, members: int = 4, seed: int = 0, step: int = 1, **changes: Any
+) -> list[EpisodeRequest]:
+    family = settings("env", environment, **changes)
+    return requests_of(family, family.held_out_tasks()[:tasks], members, seed, ("train", step))
+
+
+def updater_of(policy: Policy, learning_rate: float = 1e-3, **changes: Any) -> Updater:
+    options: dict[str, Any] = {
+        "temperature": 1.0, "rows": 0, "max_grad_norm": 1.0, "max_nonfinite": 0, "seed": 0, "stop": StopRequest(),
+    }  # fmt: skip
+    optimizer = make_optimizer("adam", betas=(0.9, 0.95), eps=1e-8)
+    return Updater(policy, optimizer, LearningRate(learning_rate, "constant", 0, 10, 0.1), **(options | changes))
+
+
+def turn(
+    action: Sequence[int], reward: float = 0.0, state: str = "s", context: Sequence[int] = (5, 6), **changes: Any
+) -> Turn:
+    return Turn(
+        context=tuple(context),
+        observation=(0, len(context)),
+        action=tuple(action),
+        sampler_logp=changes.pop("sampler_logp", (-1.0,) * len(action)),
+        reward=reward,
+        reward_parts={},
+        state=state,
+        stop=StopReason.EOS,
+        text="x",
+        **changes,
+    )
+
+
+def trajectory(*turns: Turn, task: str = "t", member: int = 0, **info: float) -> Trajectory:
+    return Trajectory(task, member, turns, EndReason.ENV_DONE, info=info)
+
+
+def one_turn_batch(returns_by_task: Sequence[Sequence[float]], lengths: Sequence[int] | None = None) -> Batch:
+    """One-turn episodes; member i of each task writes lengths[i] tokens."""
+    groups = []
+    for number, returns in enumerate(returns_by_task):
+        members = [
+            trajectory(turn(range(10, 10 + (lengths[i] if lengths else 2)), reward), task=f"t{number}", member=i)
+            for i, reward in enumerate(returns)
+        ]
+        groups.append(Group(f"t{number}", tuple(members)))
+    return collate(groups)

@@ -1,0 +1,62 @@
+"""H20 and its kin: what an environment may answer, and how it is told when it answers something else."""
+
+import math
+
+import pytest
+
+from mlxrl_runs.core.protocols import StepResult
+from mlxrl_runs.errors import EnvironmentFailure
+from mlxrl_runs.rollout.environment import reset, step
+
+
+class Answers:
+    max_turns = 1
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def reset(self):
+        return self.answer
+
+    def step(self, action):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("reward", "complaint"),
+    [
+        (math.nan, "finite"),
+        (math.inf, "finite"),
+        (None, "one number, got None"),
+        ("1", "one number, got '1'"),
+        ([1.0], r"one number, got \[1.0\]"),
+        ((x for x in [1.0]), "one number"),
+    ],
+)
+def test_h20_a_reward_that_is_not_one_finite_number_is_refused_by_task_and_turn(reward, complaint):
+    with pytest.raises(EnvironmentFailure, match=f"task 'seven', turn 2: the reward must be .*{complaint}"):
+        step(Answers(StepResult("", reward, True)), "action", "task 'seven', turn 2")
+
+
+def test_h20_booleans_count_as_one_and_zero():
+    assert step(Answers(StepResult("", True, True)), "", "here").reward == 1.0
+    assert step(Answers(StepResult("", False, True)), "", "here").reward == 0.0
+
+
+def test_h20_an_exception_keeps_its_name_and_gets_a_place():
+    with pytest.raises(EnvironmentFailure, match="here: step.. raised ZeroDivisionError: oops"):
+        step(Answers(ZeroDivisionError("oops")), "", "here")
+
+
+def test_anything_but_a_step_result_is_refused():
+    with pytest.raises(EnvironmentFailure, match="must return a StepResult, got tuple"):
+        step(Answers(("observation", 1.0, True, {})), "", "here")
+
+
+def test_observations_are_text_and_parts_are_numbers():
+    with pytest.raises(EnvironmentFailure, match="first observation as text, got 3"):
+        reset(Answers(3), "t")
+    with pytest.raises(EnvironmentFailure, match="reward_parts"):
+        step(Answers(StepResult("", 1.0, True, {}, {"format": None})), "", "here")
