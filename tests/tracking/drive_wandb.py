@@ -1,4 +1,4 @@
-"""Runs the tracker in a process of its own: `python drive_wandb.py FOLDER RUNS MODE INIT_SECONDS [together] [anything]`.
+"""Runs the tracker in a process of its own: FOLDER RUNS MODE INIT_SECONDS [together].
 
 Prints what the tracker says, then one JSON line: the ids, and the seconds it all took.
 """
@@ -6,6 +6,7 @@ Prints what the tracker says, then one JSON line: the ids, and the seconds it al
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,13 @@ def episode(member, advantage):
 
 def begin(folder, seed, mode):
     folder.mkdir()
-    tracker = WeightsAndBiasesTracker(folder, "mlxrl-runs-test", None, mode, lambda text: print(text, flush=True))
+    opened = threading.Event()
+
+    def say(text):
+        print(text, flush=True)
+        opened.set()
+
+    tracker = WeightsAndBiasesTracker(folder, "mlxrl-runs-test", None, mode, say)
     tracker.start(
         RunRecord(
             name=f"seed {seed}", folder=str(folder), job="train", config={**CONFIG, "seed": seed}, group="the sweep",
@@ -36,6 +43,8 @@ def begin(folder, seed, mode):
         tracker.log(step, {"reward/mean": step / 4, "memory/peak_bytes": 100 - step, "loss/total": float("nan")})
         tracker.log_trajectories(step, [episode(0, -1.0), episode(1, 1.0)])
     tracker.log(2, {"eval/greedy_success": 0.75})
+    if "together" in sys.argv:  # the next run starts while this one is open
+        assert opened.wait(30)
     return tracker
 
 
@@ -49,7 +58,7 @@ def main():
     weights_and_biases.INIT_SECONDS = float(sys.argv[4])
     started = time.monotonic()
     seeds = range(1, runs + 1)
-    if "together" in sys.argv:  # all open at once
+    if "together" in sys.argv:
         trackers = [begin(root / f"run{seed}", seed, mode) for seed in seeds]
         ids = [end(tracker, seed) for seed, tracker in zip(seeds, trackers, strict=True)]
     else:
