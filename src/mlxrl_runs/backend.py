@@ -3,12 +3,14 @@
 import ctypes
 import ctypes.util
 import glob
+import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from mlxrl_runs.errors import MlxrlError
 
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 NO_BLAS_WARNING = (
     "No fast BLAS found: MLX on this CPU will be about 16 times slower. "
     "Install one: `apt-get install libopenblas0-pthread` (Debian, Ubuntu) or `pip install 'mlxrl-runs[blas]'` (x86-64)."
@@ -46,6 +48,22 @@ def prepare() -> Backend:
         )
     blas = _load_blas()
     return Backend("cpu", blas=blas, warning=None if blas else NO_BLAS_WARNING)
+
+
+def use_blas_threads(backend: Backend, count: int) -> bool:
+    """Let the BLAS of a Linux CPU use `count` threads; True when it could be told.
+
+    Small products lose by being shared out, and lose most on a busy machine: with 2 threads on 2 busy cores a rollout of
+    the tiny model took twice as long as with 1. A count set by OPENBLAS_NUM_THREADS and the like stays.
+    """
+    if backend.blas is None or any(name in os.environ for name in THREAD_VARIABLES):
+        return False
+    library = ctypes.CDLL(backend.blas)
+    for function in ("openblas_set_num_threads", "MKL_Set_Num_Threads"):
+        if hasattr(library, function):
+            getattr(library, function)(ctypes.c_int(count))
+            return True
+    return False
 
 
 def _installed(distribution: str) -> bool:

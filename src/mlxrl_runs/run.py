@@ -15,6 +15,7 @@ from mlxrl_runs.errors import MlxrlError
 from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
 from mlxrl_runs.training.run_folder import RunFolder
 
+SHARED_BLAS_FROM = 256  # hidden size under which matrix products are too small to be shared between threads
 BACKEND = backends.prepare()  # before anything below imports MLX
 
 import mlx.core as mx  # noqa: E402
@@ -87,6 +88,8 @@ class Run:
     def _open(self) -> None:
         config, rollout = self.config, self.config.rollout
         self.policy = self._open_policy()
+        if self.policy.hidden_size < SHARED_BLAS_FROM:
+            backends.use_blas_threads(BACKEND, 1)
         self.engine = RolloutEngine(
             self.policy.model,
             ChatFormat(self.policy.tokenizer),

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from building import engine_of, settings, some_requests, tiny
 
+from building import engine_of, settings, some_requests, tiny
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason
@@ -63,7 +63,9 @@ def test_what_a_row_draws_does_not_depend_on_who_shares_its_batch():
 
 def test_h11_siblings_and_steps_draw_differently_and_a_seed_repeats_itself():
     policy = tiny()
-    play = lambda **where: [row.tokens for row in engine_of(policy).play(some_requests("recurring", tasks=1, **where), Sampling())[0]]  # noqa: E501
+    play = lambda **where: [
+        row.tokens for row in engine_of(policy).play(some_requests("recurring", tasks=1, **where), Sampling())[0]
+    ]
     first = play(step=1)
     assert len({tuple(tokens) for tokens in first}) == 4
     assert play(step=2) != first
@@ -77,8 +79,12 @@ class Spy:
     def __init__(self, monkeypatch, decoder=BatchedDecoder):
         self.feeds, self.steps = [], []
         feed, step = decoder.feed, decoder.step
-        monkeypatch.setattr(decoder, "feed", lambda me, tokens: (self.feeds.append([len(r) for r in tokens]), feed(me, tokens))[1])  # noqa: E501
-        monkeypatch.setattr(decoder, "step", lambda me, tokens, growing: (self.steps.append(len(growing)), step(me, tokens, growing))[1])  # noqa: E501
+        monkeypatch.setattr(
+            decoder, "feed", lambda me, tokens: (self.feeds.append([len(r) for r in tokens]), feed(me, tokens))[1]
+        )
+        monkeypatch.setattr(
+            decoder, "step", lambda me, tokens, growing: (self.steps.append(len(growing)), step(me, tokens, growing))[1]
+        )
 
 
 def test_each_distinct_prompt_is_prefilled_once(monkeypatch):
@@ -146,7 +152,7 @@ def test_an_episode_ends_before_the_turn_that_could_pass_its_token_limit():
 
 
 def test_a_prompt_over_the_limit_is_refused_by_name():
-    with pytest.raises(ConfigError, match="rollout.max_prompt_tokens=2"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2"):
         engine_of(tiny(), max_prompt_tokens=2).play(some_requests("arithmetic"), Sampling())
 
 

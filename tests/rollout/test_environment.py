@@ -46,7 +46,7 @@ def test_h20_booleans_count_as_one_and_zero():
 
 
 def test_h20_an_exception_keeps_its_name_and_gets_a_place():
-    with pytest.raises(EnvironmentFailure, match="here: step.. raised ZeroDivisionError: oops"):
+    with pytest.raises(EnvironmentFailure, match=r"here: step.. raised ZeroDivisionError: oops"):
         step(Answers(ZeroDivisionError("oops")), "", "here")
 
 

@@ -1,14 +1,11 @@
 from building import engine_of, settings, tiny
-
 from mlxrl_runs.rollout.on_policy import OnPolicy
 from mlxrl_runs.rollout.sampling import Sampling
 
 
 def experience(seed=0, tasks_per_step=5, **changes):
     family = settings("env", "arithmetic", **changes)
-    return OnPolicy(
-        engine_of(tiny()), family, Sampling(), seed=seed, tasks_per_step=tasks_per_step, group_size=3
-    )
+    return OnPolicy(engine_of(tiny()), family, Sampling(), seed=seed, tasks_per_step=tasks_per_step, group_size=3)
 
 
 def test_a_step_has_distinct_tasks_with_all_members_of_each():

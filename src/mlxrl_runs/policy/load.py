@@ -53,6 +53,11 @@ class Policy:
             raise RuntimeError("no reference was kept: full training without keep_reference")
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, from the model's config (nested in multimodal ones)."""
+        return int(self.config.get("hidden_size") or self.config.get("text_config", {}).get("hidden_size", 0))
+
+    @property
     def trainable_parameters(self) -> int:
         return sum(array.size for _, array in tree_flatten(self.model.trainable_parameters()))
 

@@ -1,0 +1,176 @@
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+
+from building import engine_of, settings, some_requests, tiny, updater_of
+from mlxrl_runs.core.batch import collate
+from mlxrl_runs.core.trajectory import Group
+from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.load import TINY, open_policy
+from mlxrl_runs.rollout.sampling import Sampling
+
+PROMPT = mx.array([[7, 8, 9, 10, 11]])
+
+
+def weights_of(module):
+    return dict(tree_flatten(module.parameters()))
+
+
+def shake(policy, size=0.1):
+    """Give every trainable weight a random push."""
+    changed = [
+        (name, array + size * mx.random.normal(array.shape, key=mx.random.key(number)))
+        for number, (name, array) in enumerate(tree_flatten(policy.model.trainable_parameters()))
+    ]
+    policy.model.load_weights(changed, strict=False)
+
+
+def test_the_shipped_model_opens_with_mlx_lm_and_speaks():
+    model, tokenizer = mlx_lm.load(str(TINY))
+    assert len(model.layers) == 4
+    text = mlx_lm.generate(
+        model,
+        tokenizer,
+        tokenizer.apply_chat_template([{"role": "user", "content": "3+4 ="}], add_generation_prompt=True),
+        max_tokens=12,
+    )
+    assert "<solution>" in text
+
+
+def test_a_new_adapter_changes_nothing_and_only_its_own_weights_can_learn():
+    base, _ = mlx_lm.load(str(TINY))
+    policy = tiny()
+    assert mx.array_equal(policy.model(PROMPT), base(PROMPT))
+    names = [name for name, _ in tree_flatten(policy.model.trainable_parameters())]
+    assert len(names) == 4 * 7 * 2  # layers x (q k v o gate up down) x (a, b)
+    assert all(name.endswith(("lora_a", "lora_b")) for name in names)
+
+
+def test_the_reference_is_the_base_bit_for_bit_and_the_adapter_comes_back():
+    base, _ = mlx_lm.load(str(TINY))
+    policy = tiny()
+    shake(policy)
+    live = policy.model(PROMPT)
+    with policy.reference() as reference:
+        assert mx.array_equal(reference(PROMPT), base(PROMPT))
+    assert mx.array_equal(policy.model(PROMPT), live)
+    assert not mx.array_equal(live, base(PROMPT))
+
+
+def test_under_full_training_the_reference_is_a_frozen_copy():
+    policy = tiny("full")
+    before = policy.model(PROMPT)
+    shake(policy)
+    with policy.reference() as reference:
+        assert mx.array_equal(reference(PROMPT), before)
+        assert not tree_flatten(reference.trainable_parameters())
+    assert not mx.array_equal(policy.model(PROMPT), before)
+
+
+@pytest.mark.parametrize("targets", ["all", ["q_proj", "v_proj"]])
+def test_h15_a_saved_adapter_loaded_by_mlx_lm_equals_the_live_model(tmp_path, targets):
+    policy = tiny(targets=targets)
+    shake(policy)
+    policy.save(tmp_path)
+    other, _ = mlx_lm.load(str(TINY), adapter_path=str(tmp_path))
+    assert mx.abs(other(PROMPT) - policy.model(PROMPT)).max().item() < 1e-5
+    loaded = [name for name in weights_of(other) if name.endswith(("lora_a", "lora_b"))]
+    assert len(loaded) == len(mx.load(str(tmp_path / "adapters.safetensors")))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())["lora_parameters"]
+    assert (config["rank"], config["scale"], config["dropout"]) == (4, 4.0, 0.0)
+
+
+def test_a_fully_trained_model_is_saved_as_a_folder_mlx_lm_opens(tmp_path):
+    policy = tiny("full")
+    shake(policy, 0.01)
+    policy.save(tmp_path)
+    other, tokenizer = mlx_lm.load(str(tmp_path))
+    assert mx.array_equal(other(PROMPT), policy.model(PROMPT))
+    assert tokenizer.encode("door red") == policy.tokenizer.encode("door red")
+
+
+def test_saved_weights_come_back_and_those_of_another_shape_are_refused(tmp_path):
+    policy = tiny()
+    shake(policy)
+    policy.save(tmp_path)
+    fresh = tiny()
+    fresh.load_weights(tmp_path)
+    assert mx.array_equal(fresh.model(PROMPT), policy.model(PROMPT))
+    with pytest.raises(ConfigError, match="does not fit"):
+        tiny(targets=["q_proj"]).load_weights(tmp_path)
+    with pytest.raises(ConfigError, match=r"no adapters\.safetensors"):
+        fresh.load_weights(tmp_path / "nowhere")
+
+
+def test_unknown_targets_are_refused_with_the_names_the_model_has():
+    with pytest.raises(ConfigError, match=r"c_attn; this model has .*q_proj"):
+        tiny(targets=["c_attn"])
+
+
+def test_full_training_of_quantised_weights_is_refused(tmp_path):
+    model, _ = mlx_lm.load(str(TINY))
+    config = json.loads((TINY / "config.json").read_text())
+    nn.quantize(model, group_size=32, bits=4)
+    for file in TINY.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights_of(model))
+    opened = {"name": "local", "path": str(tmp_path), "shape": None, "seed": 0, "keep_reference": False}
+    with pytest.raises(ConfigError, match="adapter=full cannot train quantised weights"):
+        open_policy(adapter="full", **opened)
+    assert open_policy(adapter="lora", **opened).trainable_parameters > 0  # QLoRA: the float adapter learns
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
+    with pytest.raises(ConfigError, match="cannot be opened by mlx-lm"):
+        open_policy(name="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
+
+
+def test_random_models_are_drawn_from_the_seed_alone():
+    draw = lambda seed: open_policy(
+        name="random", path=None, shape="1m", adapter="full", seed=seed, keep_reference=False
+    )
+    assert mx.array_equal(draw(1).model(PROMPT), draw(1).model(PROMPT))
+    assert not mx.array_equal(draw(1).model(PROMPT), draw(2).model(PROMPT))
+
+
+def test_dropout_acts_while_a_gradient_is_taken_and_nowhere_else():
+    policy = tiny(dropout=0.5)
+    shake(policy)
+    assert mx.array_equal(policy.model(PROMPT), policy.model(PROMPT))
+    trajectories, _ = engine_of(policy).play(some_requests("arithmetic"), Sampling())
+    batch = collate([Group("all", tuple(trajectories))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4  # sampled without dropout
+    report = updater_of(policy).update(settings("algorithm", "grpo"), settings("algorithm", "grpo").credit(batch))
+    assert mx.abs(report.logp - logp).max().item() > 1e-2  # trained with it
+    assert not policy.model.training
+
+
+def test_the_split_head_gives_what_the_whole_model_gives(monkeypatch):
+    from mlxrl_runs.policy import forward
+
+    policy = tiny()
+    trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
+    batch = collate([Group("all", tuple(trajectories))])
+    split, entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
+    monkeypatch.setattr(forward, "_SPLITTABLE", ())
+    whole, whole_entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
+    assert mx.abs(split - whole).max().item() < 1e-5
+    assert mx.abs(entropy - whole_entropy).max().item() < 1e-5
+
+
+def test_padding_changes_no_log_probability():
+    policy = tiny()
+    trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
+    together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)
+    for row, trajectory in enumerate(trajectories):
+        alone, _ = action_logp(policy.model, collate([Group("one", (trajectory,))]), 1.0)
+        assert mx.abs(together[row, : alone.shape[1]] - alone[0]).max().item() < 1e-5

@@ -1,0 +1,172 @@
+"""The optimizer step: exact micro-batches, no pass that nobody asked for, and nothing non-finite in the weights."""
+
+import math
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from building import ALGORITHMS, engine_of, one_turn_batch, settings, some_requests, tiny, updater_of
+from mlxrl_runs.core.batch import collate
+from mlxrl_runs.errors import TrainingError
+from mlxrl_runs.rollout.on_policy import group_up
+from mlxrl_runs.rollout.sampling import Sampling
+from mlxrl_runs.training.optimizer import LearningRate
+from mlxrl_runs.training.score import score
+
+
+def rolled_out(policy, environment="recurring", tasks=3, members=4):
+    requests = some_requests(environment, tasks, members)
+    trajectories, _ = engine_of(policy).play(requests, Sampling())
+    return collate(group_up([request.task for request in requests[::members]], trajectories, members))
+
+
+def weights_of(policy):
+    return {name: mx.array(array) for name, array in tree_flatten(policy.model.trainable_parameters())}
+
+
+def gap(one, other):
+    return max(mx.abs(one[name] - other[name]).max().item() for name in one)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_h04_micro_batches_add_up_to_the_whole_for_every_reduction(name, reduction):
+    length = 32 if reduction == "fixed_length" else None
+    algorithm = settings("algorithm", name, reduction=reduction, reduction_length=length, kl_coef=0.1)
+    policy = tiny()
+    batch = score(policy, rolled_out(policy), 1.0, old=False, reference=True, rows=0)
+    batch = algorithm.credit(batch)
+    losses, gradients = [], []
+    for rows in (0, 1, 5):
+        report, gradient = updater_of(policy, rows=rows)._gradient(algorithm, batch)
+        losses.append(report.losses)
+        gradients.append(dict(tree_flatten(gradient)))
+    size = max(mx.abs(array).max().item() for array in gradients[0].values())
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        assert loss == pytest.approx(losses[0], abs=1e-5)
+        assert gap(gradients[0], gradient) < 1e-5 * max(size, 1)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_h06_one_step_moves_lora_b_when_rewards_differ_and_not_at_all_when_they_are_equal(name):
+    algorithm = settings("algorithm", name)
+    for returns, moves in (([1.0, 0.0, 0.0, 1.0], True), ([1.0] * 4, False)):
+        policy = tiny()
+        batch = algorithm.credit(one_turn_batch([returns, returns], lengths=[1, 2, 3, 4]))
+        updater_of(policy).update(algorithm, batch)
+        largest = max(mx.abs(a).max().item() for n, a in weights_of(policy).items() if n.endswith("lora_b"))
+        assert (largest > 0) is moves
+
+
+def test_h05_the_policy_loss_of_each_reduction_is_the_one_worked_by_hand():
+    # advantages +-.7071 of a pair, token counts 1 and 3, ratio 1:
+    # token mean (-a + 3a) / 4 = a / 2; sequence mean (-a + a) / 2 = 0; fixed length 4: (-a + 3a) / (2 x 4) = a / 4
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    batch = one_turn_batch([[1.0, 0.0]], lengths=[1, 3])
+    for reduction, length, expected in (
+        ("token_mean", None, a / 2), ("sequence_mean", None, 0.0), ("fixed_length", 4, a / 4),
+    ):  # fmt: skip
+        algorithm = settings("algorithm", "grpo", reduction=reduction, reduction_length=length)
+        report, _ = updater_of(tiny())._gradient(algorithm, algorithm.credit(batch))
+        assert report.losses["policy"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_optimizer_step_a_batch_needs_no_old_pass_and_several_report_their_ratios():
+    policy = tiny()
+    batch = rolled_out(policy)
+    once = settings("algorithm", "grpo")
+    report = updater_of(policy).update(once, once.credit(batch))
+    assert report.ratio_metrics == {}
+    thrice = settings("algorithm", "grpo", updates_per_batch=3)
+    updater = updater_of(policy)
+    scored = score(policy, batch, 1.0, old=True, reference=False, rows=0)
+    report = updater.update(thrice, thrice.credit(scored))
+    assert updater.updates == 3
+    assert set(report.ratio_metrics) == {
+        "ratio/mean", "ratio/max", "clip/low_fraction", "clip/high_fraction", "kl/old",
+    }  # fmt: skip
+    assert report.ratio_metrics["kl/old"] > 0 and report.ratio_metrics["ratio/max"] > 1
+
+
+def test_the_first_of_several_updates_equals_the_only_one():
+    one, several = settings("algorithm", "gigpo"), settings("algorithm", "gigpo", updates_per_batch=2)
+    policy = tiny()
+    batch = rolled_out(policy)
+    scored = score(policy, batch, 1.0, old=True, reference=False, rows=0)
+    _, alone = updater_of(policy)._gradient(one, one.credit(batch))
+    _, first = updater_of(policy)._gradient(several, several.credit(scored))
+    assert gap(dict(tree_flatten(alone)), dict(tree_flatten(first))) < 1e-6
+
+
+def test_h21_a_number_that_is_not_finite_never_reaches_the_weights():
+    algorithm = settings("algorithm", "grpo")
+    policy = tiny()
+    batch = algorithm.credit(rolled_out(policy))
+    poisoned = batch.with_(advantage=mx.where(batch.action_mask, mx.nan, batch.advantage))
+    updater = updater_of(policy, max_nonfinite=1)
+    before = weights_of(policy)
+    updater.update(algorithm, poisoned)
+    assert (updater.skipped, updater.updates) == (1, 0)
+    assert gap(before, weights_of(policy)) == 0
+    with pytest.raises(TrainingError, match=r"loss/policy, grad/norm not finite at optimizer step 1"):
+        updater.update(algorithm, poisoned)
+    assert gap(before, weights_of(policy)) == 0
+    updater.update(algorithm, batch)
+    assert updater.updates == 1 and gap(before, weights_of(policy)) > 0
+
+
+def test_a_huge_reward_is_caught_by_the_gradient_norm():
+    algorithm = settings("algorithm", "grpo", advantage_scaling="none")
+    policy = tiny()
+    batch = algorithm.credit(one_turn_batch([[3e38, -3e38]]))
+    with pytest.raises(TrainingError, match="not finite"):
+        updater_of(policy).update(algorithm, batch)
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_norm_is_logged_before():
+    algorithm = settings("algorithm", "grpo")
+    policy = tiny()
+    batch = algorithm.credit(rolled_out(policy))
+    seen = []
+    for limit in (None, 1e-3):
+        updater = updater_of(tiny(), max_grad_norm=limit)
+        updater.optimizer.update = lambda model, gradient: seen.append(dict(tree_flatten(gradient)))
+        report = updater.update(algorithm, batch)
+    norm = lambda gradient: math.sqrt(sum(array.square().sum().item() for array in gradient.values()))
+    assert norm(seen[0]) == pytest.approx(report.grad_norm, rel=1e-4)
+    assert norm(seen[1]) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_adam_takes_its_first_step_at_full_length():
+    # bias corrected, |first step| = learning rate wherever the gradient is not 0
+    algorithm = settings("algorithm", "grpo")
+    policy = tiny()
+    before = weights_of(policy)
+    updater_of(policy, learning_rate=0.01).update(algorithm, algorithm.credit(rolled_out(policy)))
+    assert gap(before, weights_of(policy)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_learning_rate_warms_up_and_comes_down():
+    rate = lambda schedule, step: LearningRate(1.0, schedule, 2, 12, 0.1).at(step)
+    assert [rate("linear", step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert rate("constant", 500) == 1.0
+    assert rate("linear", 7) == pytest.approx(0.55)  # half way from 1 to .1
+    assert rate("cosine", 7) == pytest.approx(0.55)
+    assert rate("cosine", 12) == rate("linear", 99) == pytest.approx(0.1)
+
+
+def test_h03_the_kl_term_pulls_the_policy_back_to_its_reference():
+    algorithm = settings("algorithm", "grpo", kl_coef=1.0)
+    policy = tiny()
+    flat = one_turn_batch([[1.0, 1.0], [0.0, 0.0]])  # no advantage: only the KL acts
+    batch = algorithm.credit(score(policy, flat, 1.0, old=False, reference=True, rows=0))
+    report = updater_of(policy).update(algorithm, batch)
+    assert report.losses["kl"] == 0.0 and report.grad_norm == 0.0  # policy = reference
+    for name, array in tree_flatten(policy.model.trainable_parameters()):
+        push = 0.05 * mx.random.normal(array.shape, key=mx.random.key(len(name)))
+        policy.model.load_weights([(name, array + push)], strict=False)
+    updater, seen = updater_of(policy, learning_rate=1e-3), []
+    for _ in range(10):
+        seen.append(updater.update(algorithm, batch).losses["kl"])
+    assert seen[0] > 0 and seen[-1] < 0.5 * seen[0]
