@@ -5,12 +5,14 @@ import ctypes.util
 import glob
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 
 from mlxrl_runs.errors import MlxrlError
 
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+SHARED_BLAS_FROM = 256  # hidden size under which matrix products are too small to be shared between threads
 NO_BLAS_WARNING = (
     "No fast BLAS found: MLX on this CPU will be about 16 times slower. "
     "Install one: `apt-get install libopenblas0-pthread` (Debian, Ubuntu) or `pip install 'mlxrl-runs[blas]'` (x86-64)."
@@ -53,8 +55,8 @@ def prepare() -> Backend:
 def use_blas_threads(backend: Backend, count: int) -> bool:
     """Let the BLAS of a Linux CPU use `count` threads; True when it could be told.
 
-    Small products lose by being shared out, and lose most on a busy machine: with 2 threads on 2 busy cores a rollout of
-    the tiny model took twice as long as with 1. A count set by OPENBLAS_NUM_THREADS and the like stays.
+    Small products lose by being shared out, and lose most on a busy machine: with 2 threads on 2 busy cores a rollout
+    of the tiny model took twice as long as with 1. A count set by OPENBLAS_NUM_THREADS and the like stays.
     """
     if backend.blas is None or any(name in os.environ for name in THREAD_VARIABLES):
         return False
@@ -66,9 +68,9 @@ def use_blas_threads(backend: Backend, count: int) -> bool:
     return False
 
 
-def _installed(distribution: str) -> bool:
+def _installed(name: str) -> bool:
     try:
-        version(distribution)
+        version(name)
     except PackageNotFoundError:
         return False
     return True
@@ -77,12 +79,23 @@ def _installed(distribution: str) -> bool:
 def _load_blas() -> str | None:
     # MLX's Linux wheel carries the reference BLAS (5.6 GFLOP/s on a 1024 GEMM). Symbols already in the global scope win
     # over it: with OpenBLAS there the same product runs at 290 GFLOP/s.
-    found = ctypes.util.find_library("openblas")
-    candidates = ([found] if found else []) + sorted(glob.glob(f"{sys.prefix}/lib/libmkl_rt.so*"), reverse=True)
-    for candidate in candidates:
+    for candidate in _blas_candidates():
         try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            library = ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        return candidate
+        if hasattr(library, "cblas_sgemm"):  # builds with prefixed or suffixed names do not serve
+            return candidate
     return None
+
+
+def _blas_candidates() -> Iterator[str]:
+    """The system's OpenBLAS, one in a conda environment, then MKL from PyPI (it finds its other parts by itself)."""
+    if found := ctypes.util.find_library("openblas"):
+        yield found
+    yield from glob.glob(f"{sys.prefix}/lib/libopenblas.so*")
+    try:
+        files = distribution("mkl").files or []
+    except PackageNotFoundError:
+        return
+    yield from (os.path.realpath(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
