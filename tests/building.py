@@ -31,7 +31,15 @@ def settings(group: str, name: str, **changes: Any) -> Any:
 
 def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
     return open_policy(
-        name="tiny", path=None, shape=None, adapter=adapter, seed=seed, keep_reference=True, rank=4, scale=4.0, **changes
+        name="tiny",
+        path=None,
+        shape=None,
+        adapter=adapter,
+        seed=seed,
+        keep_reference=True,
+        rank=4,
+        scale=4.0,
+        **changes,
     )
 
 

@@ -316,7 +316,10 @@ def own_hydra(config_dirs: Sequence[str | Path]) -> Iterator[Any]:
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
 
+    # what suits a model times what suits an environment: ${times:a,b}
+    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
     version.setbase("1.3")
     search_path = create_config_search_path(str(conf_folder()))
     for folder in map(Path, config_dirs):

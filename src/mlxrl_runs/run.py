@@ -1,5 +1,6 @@
 """The Run: the one file that knows every part. Turns a checked config into a trained or evaluated policy."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from mlxrl_runs.errors import MlxrlError
 from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
 from mlxrl_runs.training.run_folder import RunFolder
 
-SHARED_BLAS_FROM = 256  # hidden size under which matrix products are too small to be shared between threads
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
 BACKEND = backends.prepare()  # before anything below imports MLX
 
 import mlx.core as mx  # noqa: E402
@@ -60,7 +61,7 @@ def execute(
 
 @dataclass
 class Run:
-    """One config, wired. Trackers start first, so that a slow one gets ready while the model loads."""
+    """One config, wired."""
 
     config: RunConfig
     folder: RunFolder
@@ -78,17 +79,9 @@ class Run:
         self.tracker = make_trackers(
             tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
         )
-        self.tracker.start(self._record())
-        try:
-            self._open()
-        except BaseException:
-            self.tracker.finish({"state": "failed", "steps": 0}, 1)
-            raise
-
-    def _open(self) -> None:
-        config, rollout = self.config, self.config.rollout
+        rollout = self.config.rollout
         self.policy = self._open_policy()
-        if self.policy.hidden_size < SHARED_BLAS_FROM:
+        if self.policy.hidden_size < backends.SHARED_BLAS_FROM:
             backends.use_blas_threads(BACKEND, 1)
         self.engine = RolloutEngine(
             self.policy.model,
@@ -110,10 +103,11 @@ class Run:
             self.engine,
             self.family,
             self._sampling(),
-            seed=config.seed,
-            episodes=config.trainer.evaluation_episodes,
-            rows=config.trainer.evaluation_rows,
+            seed=self.config.seed,
+            episodes=self.config.trainer.evaluation_episodes,
+            rows=self.config.trainer.evaluation_rows,
         )
+        self.tracker.start(self._record())
 
     def _open_policy(self) -> Policy:
         config, adapter, model = self.config, self.config.adapter, self.config.model

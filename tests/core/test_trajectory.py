@@ -1,6 +1,6 @@
 import mlx.core as mx
-from building import one_turn_batch, trajectory, turn
 
+from building import one_turn_batch, trajectory, turn
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 

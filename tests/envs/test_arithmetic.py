@@ -1,8 +1,8 @@
 import random
 
 import pytest
-from building import settings
 
+from building import settings
 from mlxrl_runs.envs.arithmetic import solve
 
 

@@ -1,6 +1,7 @@
 import pytest
-from building import settings
 from pydantic import ValidationError
+
+from building import settings
 
 SOURCE = """
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 import random
 
 import pytest
-from building import settings
 from pydantic import ValidationError
+
+from building import settings
 
 
 def doors(**changes):

@@ -44,7 +44,12 @@ class KlGradient(StrEnum):
 
 
 class Recommended(Settings):
-    """What suits an environment; the run-wide keys read it by interpolation."""
+    """What suits an environment; the run-wide keys read it by interpolation.
+
+    Attributes: learning_rate_factor: times what suits the model.
+    """
 
     steps: PositiveInt
+    tasks_per_step: PositiveInt
+    learning_rate_factor: Positive
     max_completion_tokens: PositiveInt
