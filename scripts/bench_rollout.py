@@ -1,9 +1,9 @@
 """Rollout speed: many rows decoded together against the same rows one by one, in one process.
 
-    python scripts/bench_rollout.py [--rows 32] [--tokens 64] [--model tiny] [--shape 11m] [--adapter lora] [--json FILE]
+    python scripts/bench_rollout.py [--rows 32] [--tokens 64] [--model tiny] [--adapter lora] [--json FILE]
 
-Every action runs to its full length (ignore_eos). "one by one" is rollout.mode=sequential, the plain decoder with mlx-lm's
-own caches; "mlx-lm generate" is that library's generator on the same prompts, sampling, one after the other.
+Every action runs to its full length (ignore_eos). "one by one" is rollout.mode=sequential, the plain decoder with
+mlx-lm's own caches; "mlx-lm generate" is that library's generator on the same prompts, sampling, one after the other.
 """
 
 import argparse
@@ -16,24 +16,20 @@ from mlxrl_runs import backend
 BACKEND = backend.prepare()
 
 import mlx.core as mx
-import yaml
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxrl_runs.core import registry
+from mlxrl_runs.config import compose_config, validate
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
 from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def requests(rows: int) -> list[EpisodeRequest]:
-    values = yaml.safe_load((ROOT / "conf/env/arithmetic.yaml").read_text())
-    family = registry.environment.get("arithmetic").model_validate(values)
+    family = validate(compose_config(["env=arithmetic"])).env
     return requests_of(family, family.held_out_tasks()[: max(rows // 4, 1)], min(rows, 4), 0, ("bench",))
 
 

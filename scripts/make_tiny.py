@@ -21,13 +21,12 @@ backend.prepare()
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import yaml
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlxrl_runs.core import registry
+from mlxrl_runs.config import compose_config, validate
 from mlxrl_runs.core.seeding import generator
 from mlxrl_runs.envs.recurring import COLOURS, VERBS
 
@@ -60,7 +59,7 @@ Message = tuple[str, str]
 
 
 def family(name: str):
-    return registry.environment.get(name).model_validate(yaml.safe_load((ROOT / f"conf/env/{name}.yaml").read_text()))
+    return validate(compose_config([f"env={name}"])).env
 
 
 def malformed(text: str, stream: random.Random) -> str:

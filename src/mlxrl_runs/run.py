@@ -155,7 +155,7 @@ class Run:
             raise
         finally:
             if trainer.progress.step > 0:
-                self.policy.save(self.folder.path / self._weights_folder)
+                self.policy.save(self._weights)
             summary = self._summary(state, trainer.evaluations, trainer)
             self._write(summary, trainer.evaluations)
             self.tracker.finish(summary, code)
@@ -255,14 +255,15 @@ class Run:
         return cast(Algorithm, self.config.algorithm)
 
     @property
-    def _weights_folder(self) -> str:
-        return "adapters" if isinstance(self.config.adapter, LoraAdapter) else "model"
+    def _weights(self) -> Path:
+        """Where the final weights go."""
+        return self.folder.path / ("adapters" if isinstance(self.config.adapter, LoraAdapter) else "model")
 
     def _record(self) -> RunRecord:
         config = self.config
         return RunRecord(
             name=config.run_name,
-            folder=str(self.folder.path),
+            folder=_shown(self.folder.path),
             job=config.job,
             config=config.plain(),
             overrides=tuple(self.overrides),
@@ -285,7 +286,7 @@ class Run:
             "state": state,
             "steps": 0,
             "evaluation": dict(evaluations),
-            "files": {"run folder": str(self.folder.path)},
+            "files": {"run folder": _shown(self.folder.path)},
             "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
             "seconds": {"total": total},
             "next": [],
@@ -300,14 +301,18 @@ class Run:
             "peaks": dict(meter.highest_bytes),
             "seconds": {**meter.total_seconds, "total": total},
             "tokens": done.counts(),
-            "files": summary["files"] | {"weights": str(self.folder.path / self._weights_folder)},
+            "files": summary["files"] | {"weights": _shown(self._weights)},
             "next": self._next_commands(),
         }
 
     def _next_commands(self) -> list[str]:
-        weights = self.folder.path / self._weights_folder
         choices = " ".join(f"{group}={getattr(self.config, group).name}" for group in ("model", "adapter", "env"))
         return [
-            f"python -m mlxrl_runs job=evaluate {choices} checkpoint={weights}",
+            f"python -m mlxrl_runs job=evaluate {choices} checkpoint={_shown(self._weights)}",
             "python -m mlxrl_runs -m algorithm=grpo,gigpo seed=0,1",
         ]
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it: relative where that is shorter to read."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

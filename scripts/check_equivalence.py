@@ -1,0 +1,78 @@
+"""Batched against sequential rollouts, token by token, on many episodes.
+
+    python scripts/check_equivalence.py [--tokens 100000] [--json FILE]
+
+The two decoders draw from the same keys and may part only where the best two perturbed scores are nearer to each other
+than 1e-4, which rounding decides. Such ties are counted; any other difference is an error (exit 1). After a tie the two
+episodes go their own ways, so an episode is compared up to there.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlxrl_runs import backend
+
+BACKEND = backend.prepare()
+backend.use_blas_threads(BACKEND, 1)
+
+from mlxrl_runs.config import compose_config, validate
+from mlxrl_runs.core.seeding import generator
+from mlxrl_runs.core.trajectory import Trajectory
+from mlxrl_runs.policy.chat import ChatFormat
+from mlxrl_runs.policy.load import open_policy
+from mlxrl_runs.rollout.engine import Limits, RolloutEngine
+from mlxrl_runs.rollout.on_policy import requests_of
+from mlxrl_runs.rollout.sampling import Sampling
+
+TIE = 1e-4
+ROWS = 64  # decoded together
+UNDER = 50_000  # at most one tie in so many tokens is promised
+
+
+def compare(alone: Trajectory, together: Trajectory, margins: Sequence[float]) -> tuple[int, float | None]:
+    """How many action tokens were compared, and the margin where the two part (None where they do not)."""
+    drawn = [[token for turn in row.turns for token in turn.action] for row in (alone, together)]
+    for number, (one, other) in enumerate(zip(*drawn, strict=False)):
+        if one != other:
+            return number + 1, margins[number]
+    return len(drawn[0]), None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    policy = open_policy(name="tiny", path=None, shape=None, adapter="lora", seed=0, keep_reference=False, rank=16)
+    chat = ChatFormat(policy.tokenizer)
+    engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), mode=m) for m in ("sequential", "batched")]
+    compared, ties, errors, part = 0, 0, 0, 0
+    while compared < arguments.tokens:
+        name = ("recurring", "arithmetic")[part % 2]
+        family = validate(compose_config([f"env={name}"])).env
+        stream = generator("equivalence", part)
+        requests = requests_of(family, [family.sample_task(stream) for _ in range(ROWS // 4)], 4, 0, ("check", part))
+        alone, _ = engines[0].play(requests, Sampling())
+        together, statistics = engines[1].play(requests, Sampling(), with_margins=True)
+        assert statistics.margins is not None
+        for request, one, other in zip(requests, alone, together, strict=True):
+            tokens, margin = compare(one, other, statistics.margins[request.key])
+            compared += tokens
+            ties += margin is not None and margin < TIE
+            errors += margin is not None and margin >= TIE
+        part += 1
+    print(
+        f"{compared:,} sampled tokens compared on {BACKEND.name}: {ties} ties under {TIE:g}, {errors} other differences"
+    )
+    print(f"promised: at most one tie in {UNDER:,} tokens, which is {compared // UNDER} here; no other difference")
+    if arguments.json:
+        result = {"backend": BACKEND.name, "tokens": compared, "ties": ties, "errors": errors}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if errors or ties > max(compared // UNDER, 1) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
