@@ -1,21 +1,18 @@
 """GiGPO (Feng et al. 2025, arXiv:2505.10978): GRPO over episodes, and over the steps taken in the same state."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Literal
 
 from mlxrl_runs import maths
 from mlxrl_runs.core import registry
-from mlxrl_runs.core.settings import KlGradient, NonNegative, Positive, PositiveInt, Reduction, Settings, UnitInterval
+from mlxrl_runs.core.clipped import ClippedObjective
+from mlxrl_runs.core.settings import NonNegative, Positive, UnitInterval
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from mlxrl_runs.core.batch import Batch
 
 
 @registry.algorithm("gigpo")
-class Gigpo(Settings):
+class Gigpo(ClippedObjective):
     """Group-in-group policy optimization: A(turn) = A_episode + omega A_step.
 
     Anchors are the states in which actions were taken, compared within one task only; a state met once pays nothing.
@@ -26,11 +23,7 @@ class Gigpo(Settings):
         normalization: divide centred returns by their std, or centre only; the same at both levels.
         statistics: the episode level counts a trajectory once, or once for each of its steps (verl-agent).
         std_eps: added to the std, in the reward's unit.
-        clip_low, clip_high, kl_coef, kl_gradient, log_ratio_clamp, reduction, reduction_length, updates_per_batch:
-            as in grpo.
     """
-
-    minimum_group_size: ClassVar[int] = 2
 
     name: Literal["gigpo"]
     omega: NonNegative
@@ -38,46 +31,12 @@ class Gigpo(Settings):
     normalization: Literal["std", "mean"]
     statistics: Literal["trajectory", "step"]
     std_eps: Positive
-    clip_low: UnitInterval
-    clip_high: NonNegative
-    kl_coef: NonNegative
-    kl_gradient: KlGradient
-    log_ratio_clamp: Positive
-    reduction: Reduction
-    reduction_length: PositiveInt | None
-    updates_per_batch: PositiveInt
-
-    @model_validator(mode="after")
-    def _length_given(self) -> "Gigpo":
-        if (self.reduction is Reduction.FIXED_LENGTH) != (self.reduction_length is not None):
-            raise ValueError("reduction_length goes with reduction=fixed_length: give both or neither")
-        return self
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
 
     def credit(self, batch: "Batch") -> "Batch":
         joint = maths.anchors.joint_advantage(
             self._episode_advantage(batch), self._step_advantage(batch), _owners(batch), self.omega
         )
-        return batch.with_(
-            advantage=batch.spread_turns(joint),
-            weights=maths.reduction.by_name(self.reduction, batch.action_mask, self.reduction_length),
-        )
-
-    def loss(self, logp: "mx.array", batch: "Batch") -> "dict[str, mx.array]":
-        return maths.objective.clipped_terms(
-            logp,
-            batch.old_logp,
-            batch.reference_logp,
-            batch.advantage,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            kl_coef=self.kl_coef,
-            corrected_kl=self.kl_gradient is KlGradient.CORRECTED,
-            log_ratio_clamp=self.log_ratio_clamp,
-        )
+        return batch.with_(advantage=batch.spread_turns(joint), weights=self.weights(batch))
 
     def metrics(self, batch: "Batch") -> dict[str, float]:
         sizes = maths.anchors.group_sizes(_anchor_groups(batch))
@@ -87,17 +46,6 @@ class Gigpo(Settings):
             "anchor/group_size_mean": sum(sizes) / len(sizes),
             "anchor/singleton_fraction": sum(size == 1 for size in sizes) / sum(sizes),
         }
-
-    def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
-        return maths.objective.ratio_metrics(
-            logp,
-            batch.old_logp,
-            batch.advantage,
-            batch.action_mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            log_ratio_clamp=self.log_ratio_clamp,
-        )
 
     def _episode_advantage(self, batch: "Batch") -> list[float]:
         return maths.anchors.episode_advantage(
