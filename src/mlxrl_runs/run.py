@@ -1,6 +1,7 @@
 """The Run: the one file that knows every part. Turns a checked config into a trained or evaluated policy."""
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,13 @@ from mlxrl_runs.errors import MlxrlError
 from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
 from mlxrl_runs.training.run_folder import RunFolder
 
+NEEDED_TO_EVALUATE = (
+    "model",
+    "adapter",
+    "env",
+    "rollout",
+    "seed",
+)  # groups whose overrides a checkpoint is scored with
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
 BACKEND = backends.prepare()  # before anything below imports MLX
 
@@ -306,9 +314,10 @@ class Run:
         }
 
     def _next_commands(self) -> list[str]:
-        choices = " ".join(f"{group}={getattr(self.config, group).name}" for group in ("model", "adapter", "env"))
+        kept = [override for override in self.overrides if override.lstrip("+").startswith(NEEDED_TO_EVALUATE)]
+        words = shlex.join(["job=evaluate", *kept, f"checkpoint={_shown(self._weights)}"])
         return [
-            f"python -m mlxrl_runs job=evaluate {choices} checkpoint={_shown(self._weights)}",
+            f"python -m mlxrl_runs {words}",
             "python -m mlxrl_runs -m algorithm=grpo,gigpo seed=0,1",
         ]
 

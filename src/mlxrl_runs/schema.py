@@ -1,9 +1,10 @@
 """Types, meanings and ranges of every section of a run's config. The yamls in conf/ hold the values. Imports no MLX."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
 
@@ -16,6 +17,13 @@ def _as_text(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
+
+
+def _settled(value: str | None) -> str | None:
+    """A folder that stays the same one while `outputs/latest` moves on."""
+    return value if value is None or not Path(value).expanduser().is_dir() else str(Path(value).expanduser().resolve())
+
+
 Share = Annotated[Float, Field(ge=0, lt=1)]  # [0, 1)
 OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 
@@ -209,7 +217,7 @@ class RunConfig(Settings):
     group_size: PositiveInt
     tasks_per_step: PositiveInt
     budget: Budget
-    checkpoint: Text | None
+    checkpoint: Annotated[Text | None, AfterValidator(_settled)]
     model: ModelSettings
     adapter: LoraAdapter | FullAdapter
     env: SerializeAsAny[Settings]

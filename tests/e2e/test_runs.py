@@ -127,7 +127,8 @@ def test_the_same_command_gives_the_same_run(finished, tmp_path):
 def test_a_checkpoint_is_scored_as_it_was_at_the_end_of_its_run(finished, tmp_path):
     _, folder = finished
     after = json.loads((folder / "evaluation.json").read_text())["after"]
-    for checkpoint in (folder / "adapters", folder / "checkpoints" / "step_000003"):
+    (tmp_path / "latest").symlink_to(folder)  # moves on to the evaluation's own folder before the weights are read
+    for checkpoint in (tmp_path / "latest/adapters", folder / "checkpoints/step_000003"):
         done = run("job=evaluate", f"checkpoint={checkpoint}", *SHORT[1:], output=tmp_path)
         assert done.returncode == 0, done.stderr
         evaluation = json.loads((tmp_path / "latest/evaluation.json").read_text())

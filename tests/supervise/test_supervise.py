@@ -16,7 +16,10 @@ SCRIPT = Path(__file__).with_name("supervised.py")
 
 def start(folder: Path, *overrides: str, **streams) -> "subprocess.Popen[str]":
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.Popen([sys.executable, str(SCRIPT), *overrides], cwd=folder, text=True, **streams)
+    unignored = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup inherit an ignored SIGHUP
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *overrides], cwd=folder, text=True, preexec_fn=unignored, **streams
+    )
 
 
 def run(folder: Path, *overrides: str) -> tuple[int, str, str]:
