@@ -74,6 +74,7 @@ def supervise(
         sweep: {"name", "folder", "point"} of the sweep this run belongs to; `folder` is where the run writes.
         command: starts the worker.
     """
+    _open_closed_streams()
     report, report_end = os.pipe()
     job = {"config": config, "overrides": list(overrides), "sweep": sweep, "report": report_end}
     passed_on: list[int] = []
@@ -89,6 +90,15 @@ def supervise(
         restore()
     folder = _read_folder(report)
     return Outcome(_settle(status, folder, passed_on), folder, passed_on[0] if passed_on else None)
+
+
+def _open_closed_streams() -> None:
+    """Put nothing where stdin, stdout or stderr was closed, before a pipe gets that number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
 
 
 @contextmanager
@@ -156,7 +166,10 @@ def _read_folder(report: int) -> Path | None:
 def _settle(status: int, folder: Path | None, passed_on: Sequence[int]) -> int:
     """The exit code of a run, with run.json completed where the worker could not do it."""
     unfinished = folder is not None and read_run_json(folder).get("state") == "running"
-    if status >= 0:
+    if status == 0 and (unfinished or folder is None):
+        state, error, code = "failed", "its process ended before the run was over", 1
+        print(f"The run failed: {error}", file=sys.stderr)
+    elif status >= 0:
         state, error, code = ("interrupted" if status > 128 else "failed"), f"ended with exit code {status}", status
     elif -status in passed_on:
         state, error, code = "interrupted", f"stopped by {_signal_name(-status)}", 128 - status
@@ -165,7 +178,8 @@ def _settle(status: int, folder: Path | None, passed_on: Sequence[int]) -> int:
         print(f"The run failed: {error}", file=sys.stderr)
         print(f"What it wrote: {folder}" if folder else "It had not written anything yet.", file=sys.stderr)
     if unfinished and folder is not None:
-        record_end(folder, state, code, error)
+        with suppress(OSError):  # a full disk, which the run has told about
+            record_end(folder, state, code, error)
     return code
 
 

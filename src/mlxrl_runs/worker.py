@@ -5,9 +5,11 @@ MLX is imported only after the folder, the log and the signal handlers stand.
 
 import contextlib
 import faulthandler
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ from mlxrl_runs.training.run_folder import RunFolder, record_end, start_record
 
 Execute = Callable[..., Mapping[str, Any]]
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FULL_DISK_BYTES = 128 * 1024  # what is left when a file no longer fits
 GRACE_SECONDS = 5.0  # for saving, once the supervisor has gone
 ESCAPE_CODES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -150,10 +153,13 @@ def _run(execute: Execute | None, config: RunConfig, folder: RunFolder, job: Job
         state, code, error = "interrupted", interrupted.exit_code, str(interrupted)
         name = signal.Signals(interrupted.exit_code - 128).name
         print(f"Stopped by {name}. What was reached is saved in {folder.path}", file=sys.stderr)
-    except Exception as failure:
-        state, code, error = "failed", _exit_code(failure), _one_line(failure)
+    except BaseException as failure:  # an environment may call exit(): the run has not finished all the same
+        state, code, error = "failed", _exit_code(failure), _one_line(failure, folder)
         _tell(failure, error, folder)
-    record_end(folder.path, state, code, error)
+    try:
+        record_end(folder.path, state, code, error)
+    except OSError as trouble:
+        print(f"run.json could not be completed: {trouble}", file=sys.stderr)
     return code
 
 
@@ -164,15 +170,22 @@ def _execute() -> Execute:
     return execute
 
 
-def _exit_code(failure: Exception) -> int:
+def _exit_code(failure: BaseException) -> int:
     return failure.exit_code if isinstance(failure, MlxrlError) else 1
 
 
-def _one_line(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, MlxrlError) else f"{type(failure).__name__}: {failure}"
+def _one_line(failure: BaseException, folder: RunFolder) -> str:
+    if isinstance(failure, MlxrlError):
+        return str(failure)
+    if isinstance(failure, SystemExit):
+        return f"something in the run called exit({failure.code!r}), its environment perhaps"
+    text = f"{type(failure).__name__}: {failure}"
+    if shutil.disk_usage(folder.path).free < FULL_DISK_BYTES:
+        return f"the disk is full ({text}). Free some space, or give another folder: paths.output=DIR"
+    return text
 
 
-def _tell(failure: Exception, text: str, folder: RunFolder) -> None:
+def _tell(failure: BaseException, text: str, folder: RunFolder) -> None:
     """One message for the terminal; the traceback goes into run.log, or to both when HYDRA_FULL_ERROR=1."""
     trace = "".join(traceback.format_exception(failure))
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -236,11 +249,12 @@ class Tee:
 
     def _to_log(self, text: str) -> None:
         *complete, self._line = (self._line + text).split("\n")
-        for line in complete:
-            plain = ESCAPE_CODES.sub("", line).rstrip("\r").rpartition("\r")[2]  # a progress bar's last state
-            self._log.write(plain + "\n")
-        if complete:
-            self._log.flush()
+        with contextlib.suppress(OSError):  # a full disk: what is printed still reaches the terminal
+            for line in complete:
+                plain = ESCAPE_CODES.sub("", line).rstrip("\r").rpartition("\r")[2]  # a progress bar's last state
+                self._log.write(plain + "\n")
+            if complete:
+                self._log.flush()
 
     @contextlib.contextmanager
     def _terminal_may_be_gone(self) -> Iterator[None]:
@@ -256,6 +270,9 @@ def _tee(folder: RunFolder) -> Iterator[None]:
     log = open(folder.path / "run.log", "a", encoding="utf-8")  # noqa: SIM115 - stays open for late threads
     faulthandler.enable(log)
     lock = threading.Lock()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without a letter ends no run
     out, err = Tee(sys.stdout, log, lock), Tee(sys.stderr, log, lock)
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
     try:

@@ -1,5 +1,6 @@
 """The run folder: unique, locked, and never half written."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.training import run_folder
 from mlxrl_runs.training.run_folder import RunFolder, git_commit, safe_name
 
 
@@ -65,6 +67,22 @@ def test_updates_merge(tmp_path):
     folder.write_json("run.json", {"state": "running", "device": None})
     folder.update(device="cpu")
     assert json.loads((folder.path / "run.json").read_text()) == {"state": "running", "device": "cpu"}
+
+
+def test_the_end_is_recorded_on_a_full_disk_in_place_of_a_checkpoint_that_was_not_completed(tmp_path, monkeypatch):
+    folder = RunFolder.create(str(tmp_path), "run")
+    folder.write_json("run.json", {"state": "running", "started_at": run_folder.timestamp()})
+    half, whole = (folder.path / "checkpoints" / name for name in ("step_000002.partial", "step_000001"))
+    half.mkdir(parents=True), whole.mkdir()
+
+    def sync(descriptor):  # the disk is full as long as the half-written checkpoint is there
+        if half.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder.os, "fsync", sync)
+    run_folder.record_end(folder.path, "failed", 1, "the disk is full")
+    assert json.loads((folder.path / "run.json").read_text())["state"] == "failed"
+    assert whole.exists() and {file.name for file in folder.path.iterdir()} == {"run.json", ".lock", "checkpoints"}
 
 
 @pytest.mark.parametrize("kind", ["file", "closed folder"])

@@ -1,15 +1,20 @@
 """How a run's process is started, stopped and accounted for. The work itself is played by fake_worker.py."""
 
+import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from mlxrl_runs.worker import Tee
 
 SCRIPT = Path(__file__).with_name("supervised.py")
 
@@ -81,6 +86,45 @@ def test_the_log_holds_what_was_printed_without_escape_codes(tmp_path):
     _, out, _ = run(tmp_path, "notes=fine")
     assert "\x1b[31mworking\x1b[0m on fine" in out
     assert (run_folder(tmp_path) / "run.log").read_text() == "done\n"  # a line that was redrawn: its last state
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [("exits", "called exit(0)"), ("vanishes", "its process ended before the run was over")]
+)
+def test_work_that_ends_the_process_with_code_0_has_not_finished(part, message, tmp_path):
+    code, _, err = run(tmp_path, f"notes={part}")
+    assert code == 1 and message in err
+    found = record(tmp_path)
+    assert (found["state"], found["exit_code"]) == ("failed", 1) and message in found["error"]
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_run_works_with_its_streams_closed(closed, tmp_path):
+    close = "; ".join(f"os.close({number})" for number in closed)
+    code = f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", code, str(SCRIPT), "notes=fine"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert record(tmp_path)["state"] == "finished"
+    assert (run_folder(tmp_path) / "run.log").read_text() == "done\n"
+
+
+def test_a_terminal_without_a_letter_ends_no_run(tmp_path):
+    command = [sys.executable, str(SCRIPT), "notes='ünï'"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, cwd=tmp_path, env=ascii_only, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\xfcn\\xef" in done.stdout
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_on_a_full_disk_leaves_the_terminal_as_it_is():
+    terminal = io.StringIO()
+    print("step 1", file=Tee(terminal, FullDisk(), threading.Lock()))
+    assert terminal.getvalue() == "step 1\n"
 
 
 def test_a_terminal_stays_a_terminal_for_the_work(tmp_path):

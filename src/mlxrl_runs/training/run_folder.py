@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterable, Mapping
@@ -134,9 +135,15 @@ def record_end(folder: Path, state: str, exit_code: int, error: str | None) -> N
     """Write into run.json how a run ended."""
     record = read_run_json(folder)
     seconds = (datetime.now().astimezone() - datetime.fromisoformat(record["started_at"])).total_seconds()
-    update_run_json(
-        folder, state=state, exit_code=exit_code, error=error, ended_at=timestamp(), seconds=round(seconds, 3)
-    )
+    end = {
+        "state": state, "exit_code": exit_code, "error": error, "ended_at": timestamp(), "seconds": round(seconds, 3),
+    }  # fmt: skip
+    try:
+        update_run_json(folder, **end)
+    except OSError:  # a full disk: checkpoints that were not completed make room
+        for unfinished in folder.glob("checkpoints/*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        update_run_json(folder, **end)
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:
@@ -155,11 +162,15 @@ def write_json(file: Path, content: Any) -> None:
 
 def write_text(file: Path, text: str) -> None:
     aside = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(aside, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(aside, file)
+    try:
+        with open(aside, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, file)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _finite(content: Any) -> Any:
