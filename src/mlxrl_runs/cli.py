@@ -1,6 +1,7 @@
 """The command line: `python -m mlxrl_runs [overrides]`. Light imports only: help and refusals come at once."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -51,6 +52,8 @@ HYDRA_FULL_ERROR=1 shows tracebacks.
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the arguments say and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a letter ends no sweep
     try:
         arguments = _parse(words)
         config_dirs = [arguments.config_dir] if arguments.config_dir else []
@@ -117,9 +120,10 @@ def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs
     import hydra
 
     if arguments.cfg and not arguments.multirun:
-        from mlxrl_runs.config import compose_config
+        from mlxrl_runs.config import as_typed, compose_config
 
         compose_config(arguments.overrides, config_dirs)  # our message for what cannot be composed
+        words = [word if word.startswith("-") else as_typed([word])[0] for word in words]
     application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(_nothing)
     before, sys.argv = sys.argv, ["mlxrl-runs", *words]
     try:

@@ -5,6 +5,7 @@ Hydra is imported where it composes, so that a worker, which gets its config rea
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Point",
     "RunConfig",
+    "as_typed",
     "compose_config",
     "config_hash",
     "expand_points",
@@ -283,10 +285,51 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. Attributes: swept: those of its overrides that the sweep varies."""
+    """One run of a sweep.
+
+    Attributes:
+        swept: those of its overrides that the sweep varies.
+        is_final: false for what stands for points that a sweeper chooses as it goes.
+    """
 
     overrides: tuple[str, ...]
     swept: tuple[str, ...]
+    is_final: bool = True
+
+
+def as_typed(overrides: Sequence[str], many: bool = False) -> list[str]:
+    """Overrides with those values quoted that Hydra's grammar does not read: ~/models, a=b, Größe, it's, (new).
+
+    A folder of a sweep has such a name, and people paste it.
+    Args: many: a comma separates values, as under -m.
+    """
+    return [override if _is_read(override) else _with_quotes(override, many) for override in overrides]
+
+
+def _is_read(override: str) -> bool:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(override)
+        return True
+    except HydraException:
+        return False
+
+
+def _with_quotes(override: str, many: bool) -> str:
+    key, equals, value = override.partition("=")
+    if not equals or value.startswith("'") or any(mark in value for mark in '[]{}"'):
+        return override  # meant as a list, a dict or a quoted text, and not closed
+    # in Hydra's quotes a backslash stands for itself, unless a quote follows
+    escaped = [re.sub(r"(\\*)('|$)", _doubled, part) for part in (value.split(",") if many else [value])]
+    quoted = f"{key}=" + ",".join(f"'{part}'" for part in escaped)
+    return quoted if _is_read(quoted) else override
+
+
+def _doubled(found: re.Match[str]) -> str:
+    backslashes, quote = found.groups()
+    return 2 * backslashes + (f"\\{quote}" if quote else "")
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:
@@ -295,7 +338,7 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] =
     Raises: ConfigError listing everything that is wrong with the overrides, and with the config they leave.
     """
     with own_hydra(config_dirs) as hydra:
-        parsed, found = _parse(hydra, overrides)
+        parsed, found = _parse(hydra, as_typed(overrides))
         found += _override_problems(parsed, config_dirs)
         good = [override for override in parsed if not _override_problems([override], config_dirs)]
         config, lines = _compose(hydra, good)
@@ -343,10 +386,15 @@ def _parse(hydra: Any, overrides: Sequence[str]) -> tuple[list["Override"], list
     parsed, found = [], []
     for override in overrides:
         try:
-            parsed.append(parser.parse_override(override))
-            parsed[-1].config_loader = hydra.config_loader  # glob() lists a group's choices with it
-            if not parsed[-1].key_or_group:
+            override.encode()
+            one = parser.parse_override(override)
+            one.config_loader = hydra.config_loader  # glob() lists a group's choices with it
+            if not one.key_or_group:
                 raise HydraException("no key")
+            parsed.append(one)
+        except UnicodeEncodeError:
+            readable = override.encode(errors="replace").decode()
+            found.append(f"{shown_override(readable)}: holds bytes that are no text in this terminal's encoding.")
         except HydraException:
             example = "Write KEY=VALUE, quoted when VALUE has special characters: 'notes=\"a, b\"'"
             found.append(f"{shown_override(override)}: not understood. {example}")
@@ -361,11 +409,16 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
         if _is_secret(override):
             found.append(wording.secret_key(key))
         elif override.is_sweep_override():
-            found.append(f"{key}: got several values; one run takes one. Add -m to run all of them.")
+            found.append(
+                f"{key}: got several values; one run takes one. Add -m to run all of them, "
+                f"or quote a value that holds a comma: '{key}=\"a, b\"'"
+            )
         elif key in FOLDER_KEYS:
             found.append(
                 f"{key}: runs make their own folders. Try paths.output=DIR, and name=NAME for a sweep's folder."
             )
+        elif (group := key.removesuffix(".name")) != key and override.value() in choices.get(group, ()):
+            found.append(f"{key}: follows from the chosen {group}. Try {group}={override.value()}.")
         elif key == "hydra.mode":
             found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
         elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
@@ -515,7 +568,7 @@ def expand_points(overrides: Sequence[str], config_dirs: Sequence[str | Path] = 
     Raises: ConfigError when the sweep cannot be read, is empty or holds a point twice.
     """
     with own_hydra(config_dirs) as hydra:
-        parsed, found = _parse(hydra, overrides)
+        parsed, found = _parse(hydra, as_typed(overrides, many=True))
         found += _override_problems([override for override in parsed if not override.is_sweep_override()], config_dirs)
         found += [wording.secret_key(override.key_or_group) for override in parsed if _is_secret(override)]
         found = list(dict.fromkeys(found))
@@ -524,7 +577,8 @@ def expand_points(overrides: Sequence[str], config_dirs: Sequence[str | Path] = 
         is_basic, params = _sweeper(hydra, parsed)
         task = [override for override in parsed if not override.is_hydra_override()]
         if not is_basic:
-            return [Point(tuple(str(override.input_line) for override in task if not override.is_sweep_override()), ())]
+            given = tuple(str(override.input_line) for override in task if not override.is_sweep_override())
+            return [Point(given, (), is_final=False)]
         points = _split(_parse(hydra, params)[0] + task, config_dirs)
     twice = [point for index, point in enumerate(points) if point in points[:index]]
     if twice:

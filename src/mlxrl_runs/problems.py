@@ -89,7 +89,7 @@ def from_validation(
     by_key: dict[tuple[Any, ...], ErrorDetails] = {}
     for detail in error.errors():
         by_key.setdefault(_real_path(detail, given), detail)
-    return [_line(path, detail, schema, section, given) for path, detail in by_key.items()]
+    return list(dict.fromkeys(_line(path, detail, schema, section, given) for path, detail in by_key.items()))
 
 
 def _real_path(detail: ErrorDetails, given: Any) -> tuple[Any, ...]:

@@ -143,7 +143,7 @@ class RolloutSettings(Settings):
     top_p: OpenShare
     min_p: Share
     top_k: Count
-    stop_strings: tuple[Text, ...]
+    stop_strings: tuple[Annotated[Text, Field(min_length=1)], ...]
     ignore_eos: bool
 
 

@@ -263,6 +263,41 @@ def test_an_interpolation_that_leads_nowhere_names_its_key():
     assert only_problem("notes=${oc.env:MLXRL_NOT_SET}").startswith("notes: got ${oc.env:MLXRL_NOT_SET}")
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["~/models", "outputs/sweeps/s/ab12_group_size=4,seed=0/adapters", "Größe", "it's", "(new)", "#1", "a\\", "\\'="],
+)
+def test_a_value_that_hydras_grammar_does_not_read_arrives_as_typed(value):
+    assert validate(compose_config([f"notes={value}"])).notes == value
+
+
+def test_values_with_odd_letters_can_be_swept():
+    points = expand_points(["notes=ä,it's", "seed=1,2"])
+    notes = [validate(compose_config(point.overrides)).notes for point in points]
+    assert notes == ["ä", "ä", "it's", "it's"]
+
+
+def test_bytes_that_are_no_text_are_refused():
+    assert only_problem("notes=\udcff").endswith("holds bytes that are no text in this terminal's encoding.")
+
+
+def test_the_name_of_a_group_follows_from_its_choice():
+    assert only_problem("env.name=arithmetic") == "env.name: follows from the chosen env. Try env=arithmetic."
+
+
+def test_a_problem_of_two_forms_is_told_once():
+    assert only_problem("env=arithmetic", "env.operators=[x]").startswith("env.operators: got ['x']; allowed: ")
+
+
+def test_an_override_without_a_key_is_one_problem():
+    assert only_problem("=3").startswith("=3: not understood")
+
+
+def test_a_stop_string_holds_something():
+    # every text holds the empty one: each action would end with its first token
+    assert only_problem("rollout.stop_strings=['']").startswith("rollout.stop_strings: got ['']; allowed: ")
+
+
 def test_what_cannot_be_parsed_is_shown():
     assert only_problem("group_size").startswith("group_size: not understood")
     assert only_problem("notes=a{").startswith("notes=a{: not understood")
