@@ -14,6 +14,7 @@ from mlxrl_runs.config import (
     CONFIG_NAME,
     Point,
     RunConfig,
+    as_typed,
     compose_config,
     config_hash,
     expand_points,
@@ -60,6 +61,7 @@ def run_sweep(overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
 
     Raises: ConfigError, before anything starts, listing what is wrong at which point.
     """
+    overrides = as_typed(overrides, many=True)  # Hydra's own sweeper reads them too
     points = expand_points(overrides, config_dirs)
     hydras = [override for override in overrides if override.lstrip("+~").startswith(("hydra.", "hydra/"))]
     configs = _check_points(points, hydras, config_dirs)
@@ -113,11 +115,11 @@ def _sweep_record(
     listed = [
         {
             "overrides": list(point.overrides),
-            "label": _label(point.swept),
+            "label": _label(point.swept) or config.run_name,
             "folder": str(_point_folder(folder, point.swept, config)),
         }
         for point, config in zip(points, configs, strict=True)
-        if point.swept
+        if point.is_final
     ]
     return {"name": folder.name, "overrides": list(overrides), "points": listed}
 
@@ -125,7 +127,7 @@ def _sweep_record(
 def _point_folder(folder: Path, swept: Sequence[str], config: RunConfig) -> Path:
     """The same for the same point at every attempt: a short hash, and what a person wants to read."""
     digest = hashlib.sha256("\n".join([*sorted(swept), config_hash(config)]).encode()).hexdigest()[:8]
-    return folder / f"{digest}_{safe_name(','.join(swept))}"
+    return folder / f"{digest}_{safe_name(','.join(swept) or config.run_name)}"
 
 
 def _quoted(folder: Path) -> str:
@@ -152,15 +154,17 @@ def _job(composed: "DictConfig") -> float | None:
     place = points[0]["folder"] if points else str(_point_folder(folder, overrides, config))
     number = f"{listed['points'].index(points[0]) + 1}/{len(listed['points'])} " if points else ""
     print(f"--- {number}{label}", flush=True)
-    return _value(supervise(config.plain(), overrides, {"name": listed["name"], "folder": place, "point": label}))
+    outcome = supervise(config.plain(), overrides, {"name": listed["name"], "folder": place, "point": label})
+    return _value(outcome, label)
 
 
-def _value(outcome: Outcome) -> float | None:
+def _value(outcome: Outcome, label: str) -> float | None:
     if outcome.stopped_by is not None:
         raise SweepStopped(outcome.stopped_by)
+    if outcome.folder is None:
+        raise RunFailed(f"{label}: did not start (exit code {outcome.exit_code}); the reason stands above")
     if outcome.exit_code != 0:
-        reason = outcome.record.get("error") or f"exit code {outcome.exit_code}"
-        raise RunFailed(f"{outcome.folder}: {reason}")
+        raise RunFailed(f"{label}: {outcome.record.get('error') or f'exit code {outcome.exit_code}'}")
     return outcome.objective
 
 
@@ -187,6 +191,8 @@ def _print_report(folder: Path, lines: Sequence[Line], trouble: Exception | None
     failed = [line for line in lines if line.error]
     for line in failed:
         print(f"{line.label}: {line.state}: {line.error}\n  see {line.folder / 'run.log'}", file=sys.stderr)
-    if trouble is not None and not failed:
+    if isinstance(trouble, RunFailed) and not failed:
+        print(trouble, file=sys.stderr)
+    elif trouble is not None and not failed:
         print(f"The sweep failed: {type(trouble).__name__}: {trouble}", file=sys.stderr)
         print("For a traceback: HYDRA_FULL_ERROR=1 and the same command.", file=sys.stderr)

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
+
 SCRIPT = Path(__file__).with_name("supervised.py")
 
 
@@ -70,3 +72,31 @@ def test_a_signal_ends_the_whole_sweep(tmp_path):
     assert process.returncode == 130
     assert [record["state"] for record in records(tmp_path, "study").values()] == ["interrupted"]
     assert "not started" in out and "seed=2" in out
+
+
+def test_a_sweep_of_one_point_is_called_after_its_run(tmp_path):
+    code, out, err = run(tmp_path, "-m", "seed=2", "notes=fine", "name=study")
+    assert (code, err) == (0, "")
+    [name] = records(tmp_path, "study")
+    assert name.split("_", 1)[1] == "study"
+    assert "--- 1/1 study" in out and "success  0.200  study" in out
+
+
+def test_values_with_odd_letters_are_swept_as_typed(tmp_path):
+    code, out, err = run(tmp_path, "-m", "notes=ä,it's=fine", "seed=1", "name=study")
+    assert (code, err) == (0, "") and "2 of 2 runs finished" in out
+    configs = (tmp_path / "outputs" / "sweeps" / "study").glob("*/config.yaml")
+    assert {yaml.safe_load(file.read_text())["notes"] for file in configs} == {"ä", "it's=fine"}
+
+
+def test_a_point_that_another_process_writes_is_named_in_the_report(tmp_path):
+    command = [sys.executable, str(SCRIPT), "-m", "seed=1", "notes=wait", "name=study"]
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("outputs/sweeps/study/*/ready")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    code, _, err = run(tmp_path, "-m", "seed=1", "notes=wait", "name=study")
+    first.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130
+    assert code == 1 and "is writing here" in err
+    assert "study: did not start (exit code 2); the reason stands above" in err
