@@ -423,7 +423,14 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
             found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
         elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
             found.append(wording.unknown_choice(key, override.value(), choices[key]))
+        elif key in set(choices) - _default_groups() and not (override.is_add() or override.is_force_add()):
+            found.append(f"{key}: no part of a run unless it is added. Try +{override.input_line}")
     return found
+
+
+def _default_groups() -> set[str]:
+    """Groups that every run has a choice of; a folder of the user's own may hold others."""
+    return set(group_choices())
 
 
 def _is_choice(value: Any, names: Sequence[str]) -> bool:
@@ -474,16 +481,23 @@ def _is_group(hydra: Any, override: "Override") -> bool:
 
 
 def _compose_groups(hydra: Any, groups: Sequence["Override"]) -> "DictConfig":
-    """Raises: ConfigError with Hydra's reason. Hydra also answers odd input with plain Python errors."""
-    from hydra.errors import HydraException
+    """Raises: ConfigError with Hydra's reason."""
     from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
 
     lines = [override.input_line for override in groups]
     try:
         return hydra.compose_config(CONFIG_NAME, lines, RunMode.RUN, from_shell=False, with_log_configuration=False)
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+    except _composing_errors() as error:
         raise ConfigError(_hydra_text(error)) from error
+
+
+def _composing_errors() -> tuple[type[Exception], ...]:
+    """Hydra also answers odd input with plain Python errors, and passes on those of yaml files."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    return (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AssertionError)
 
 
 def _keys_of(config: "DictConfig") -> dict[str, bool]:
@@ -498,13 +512,11 @@ def _keys_of(config: "DictConfig") -> dict[str, bool]:
 
 def _put(override: "Override", config: "DictConfig") -> list[str]:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
         ConfigLoaderImpl._apply_overrides_to_config([override], config)
         return []
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+    except _composing_errors() as error:
         return [_hydra_text(error)]
 
 
@@ -588,16 +600,14 @@ def expand_points(overrides: Sequence[str], config_dirs: Sequence[str | Path] = 
 
 def _sweeper(hydra: Any, parsed: Sequence["Override"]) -> tuple[bool, list[str]]:
     """Whether Hydra's own sweeper is chosen, and the sweep that its `params` hold."""
-    from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
 
     lines = [override.input_line for override in parsed]
     try:
         config = hydra.compose_config(
             CONFIG_NAME, lines, RunMode.MULTIRUN, from_shell=False, with_log_configuration=False
         )
-    except (HydraException, OmegaConfBaseException):
+    except _composing_errors():
         return True, []  # whatever is wrong is told with the points
     params = config.hydra.sweeper.get("params") or {}
     return config.hydra.sweeper._target_.endswith(".BasicSweeper"), [f"{key}={value}" for key, value in params.items()]

@@ -64,7 +64,7 @@ def test_the_groups_of_the_design_are_there():
 @pytest.mark.parametrize(
     "typed", ["1e-5", "1e-05", "'1e-5'", '"1e-5"', "0.00001", "1.0e-5"], ids=lambda typed: typed.replace('"', "''")
 )
-def test_a_small_learning_rate_is_a_float_however_it_is_typed(typed):
+def test_h24_a_small_learning_rate_is_a_float_however_it_is_typed(typed):
     override = f"optimizer.learning_rate={typed}"
     assert load(override).optimizer.learning_rate == 1e-5
     # the same through a sweep: what the sweeper hands on is parsed a second time
@@ -74,7 +74,7 @@ def test_a_small_learning_rate_is_a_float_however_it_is_typed(typed):
 
 
 @pytest.mark.parametrize("written", ["1e-5", "1e-05", "'1e-5'", "1.0e-5"])
-def test_a_small_learning_rate_in_a_yaml_of_another_tool_is_a_float(written, tmp_path):
+def test_h24_a_small_learning_rate_in_a_yaml_of_another_tool_is_a_float(written, tmp_path):
     # PyYAML reads and writes 1e-5 as text, for want of a dot
     folder = tmp_path / "optimizer"
     folder.mkdir()
@@ -129,6 +129,24 @@ def test_a_users_own_group_folder_is_searched(tmp_path):
     assert "small" in problems("memory=smal", config_dirs=(tmp_path,))[0]
 
 
+def test_a_group_of_the_users_own_is_added(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\nsteps: 3\n")
+    assert load("+experiment=short", config_dirs=(tmp_path,)).steps == 3
+    with pytest.raises(ConfigError, match=r"Try \+experiment=short"):
+        load("experiment=short", config_dirs=(tmp_path,))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_broken_yaml_is_a_wrong_config_and_names_its_line(many, tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text("name: [\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml.*line 2"):
+        if many:
+            expand_points(["env=mine", "seed=1,2"], (tmp_path,))
+        compose_config(["env=mine"], (tmp_path,))
+
+
 def test_the_hash_is_of_the_experiment_only():
     plain = config_hash(load())
     assert config_hash(load("name=other", "notes=x", "tags=[a]", "tracking=jsonl", "paths.output=/tmp/x")) == plain
@@ -162,7 +180,7 @@ def test_a_name_inside_a_group_is_checked_too():
 
 
 @pytest.mark.parametrize("override", ["groupsize=8", "+groupsize=8", "++groupsize=8"])
-def test_an_unknown_key_is_refused_with_or_without_plus(override):
+def test_h25_an_unknown_key_is_refused_with_or_without_plus(override):
     line = only_problem(override)
     assert line.startswith("groupsize: no such key. Did you mean group_size?")
 
@@ -172,7 +190,7 @@ def test_a_misspelled_key_in_a_section_is_refused():
     assert "Did you mean optimizer.learning_rate?" in only_problem("learning_rate=1e-4")
 
 
-def test_a_misspelled_key_in_a_yaml_is_refused(tmp_path):
+def test_h25_a_misspelled_key_in_a_yaml_is_refused(tmp_path):
     (tmp_path / "memory").mkdir()
     source = (conf_folder() / "memory" / "default.yaml").read_text()
     (tmp_path / "memory" / "mine.yaml").write_text(source.replace("micro_batch_size", "micro_batchsize"))
@@ -241,7 +259,7 @@ def test_every_problem_is_listed_not_the_first():
     assert starts == {"group_size", "steps", "optimizer.learning_rate", "algorithm", "bogus", "seed"}
 
 
-def test_a_group_of_one_has_no_baseline():
+def test_h01_a_group_of_one_has_no_baseline():
     line = only_problem("algorithm=gigpo", "group_size=1")
     assert line.startswith("group_size: got 1; algorithm=gigpo") and "needs at least 2" in line
 

@@ -98,6 +98,13 @@ def test_work_that_ends_the_process_with_code_0_has_not_finished(part, message, 
     assert (found["state"], found["exit_code"]) == ("failed", 1) and message in found["error"]
 
 
+def test_h26_runs_started_at_once_have_folders_of_their_own(tmp_path):
+    runs = [start(tmp_path, "notes=fine", f"seed={seed}") for seed in range(4)]
+    assert [process.wait(60) for process in runs] == [0] * 4
+    configs = list(tmp_path.glob("outputs/2*/*/config.yaml"))
+    assert sorted(yaml.safe_load(file.read_text())["seed"] for file in configs) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_a_run_works_with_its_streams_closed(closed, tmp_path):
     close = "; ".join(f"os.close({number})" for number in closed)
