@@ -221,7 +221,7 @@ def default_advice(key: str, choice: Any) -> str:
         for part in name.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         if isinstance(value, str) and "${" in value:
-            return f"Leave it out: it follows {value}."
+            return "Leave it out: it then follows what suits the model and the environment."
         if value == "???":
             return f"Give it as {key}=VALUE."
         if value is not _ABSENT and not isinstance(value, Mapping):

@@ -3,7 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -38,11 +39,12 @@ from mlxrl_runs.rollout.engine import Limits, RolloutEngine  # noqa: E402
 from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
 from mlxrl_runs.rollout.sampling import Sampling  # noqa: E402
 from mlxrl_runs.tracking.build import make_trackers  # noqa: E402
+from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, Trainer  # noqa: E402
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
-from mlxrl_runs.training.state import Checkpoints  # noqa: E402
+from mlxrl_runs.training.state import Checkpoints, written_aside  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
 
 
@@ -114,6 +116,7 @@ class Run:
             seed=self.config.seed,
             episodes=self.config.trainer.evaluation_episodes,
             rows=self.config.trainer.evaluation_rows,
+            stop=self.stop,
         )
         self.tracker.start(self._record())
 
@@ -154,42 +157,57 @@ class Run:
     def train(self) -> dict[str, Any]:
         """job=train: evaluate, train, evaluate, save."""
         trainer = self._trainer()
-        state, code = "failed", 1
-        try:
+        with self._closing(trainer.evaluations, trainer) as summary:
             trainer.train()
-            state, code = "finished", 0
-        except MlxrlError as error:
-            state, code = ("interrupted" if error.exit_code > 128 else "failed"), error.exit_code
-            raise
-        finally:
-            if trainer.progress.step > 0:
-                self.policy.save(self._weights)
-            summary = self._summary(state, trainer.evaluations, trainer)
-            self._write(summary, trainer.evaluations)
-            self.tracker.finish(summary, code)
-            self.folder.update(wandb_id=self.tracker.run_id)
         return summary
 
     def evaluate(self) -> dict[str, Any]:
         """job=evaluate: score the base model, or a checkpoint, on held-out tasks."""
-        if self.config.checkpoint is not None:
-            self.policy.load_weights(Path(self.config.checkpoint).expanduser())
         evaluations: dict[str, dict[str, Score] | None] = {"before": None, "after": None}
-        state, code = "failed", 1
-        try:
+        with self._closing(evaluations, None) as summary:
+            if self.config.checkpoint is not None:
+                self.policy.load_weights(Path(self.config.checkpoint))
             scores = self.evaluator.evaluate()
             evaluations["after"] = scores
             self.tracker.log_evaluation(0, scores)
-            state, code = "finished", 0
-        except MlxrlError as error:
-            state, code = ("interrupted" if error.exit_code > 128 else "failed"), error.exit_code
-            raise
-        finally:
-            summary = self._summary(state, evaluations, None)
-            self._write(summary, evaluations)
-            self.tracker.finish(summary, code)
-            self.folder.update(wandb_id=self.tracker.run_id)
         return summary
+
+    @contextmanager
+    def _closing(
+        self, evaluations: Mapping[str, dict[str, Score] | None], trainer: Trainer | None
+    ) -> Iterator[dict[str, Any]]:
+        """Around a job: however it ends, its weights, summary and trackers are brought to an end with it."""
+        summary: dict[str, Any] = {}
+        try:
+            yield summary
+            self._save_weights(trainer)
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, MlxrlError) else 1
+            with suppress(OSError):  # a full disk, say: the first error is the one to tell
+                self._save_weights(trainer)
+            self._close(summary, "interrupted" if code > 128 else "failed", code, evaluations, trainer)
+            raise
+        self._close(summary, "finished", 0, evaluations, trainer)
+
+    def _save_weights(self, trainer: Trainer | None) -> None:
+        if trainer is not None and trainer.progress.step > 0 and not self._weights.exists():
+            with written_aside(self._weights) as aside:
+                self.policy.save(aside)
+
+    def _close(
+        self,
+        summary: dict[str, Any],
+        state: str,
+        code: int,
+        evaluations: Mapping[str, dict[str, Score] | None],
+        trainer: Trainer | None,
+    ) -> None:
+        summary |= self._summary(state, evaluations, trainer)
+        with suppress(OSError) if code else nullcontext():
+            self.folder.write_json("evaluation.json", evaluations)
+            self.folder.write_json("summary.json", summary)
+        self.tracker.finish(summary, code)
+        self.folder.update(wandb_id=self.tracker.run_id)
 
     def _trainer(self) -> Trainer:
         config, optimizer = self.config, self.config.optimizer
@@ -271,7 +289,7 @@ class Run:
         config = self.config
         return RunRecord(
             name=config.run_name,
-            folder=_shown(self.folder.path),
+            folder=str(self.folder.path),
             job=config.job,
             config=config.plain(),
             overrides=tuple(self.overrides),
@@ -282,10 +300,6 @@ class Run:
             versions={name: version(name) for name in ("mlx", "mlx-lm", "mlxrl-runs")},
         )
 
-    def _write(self, summary: Mapping[str, Any], evaluations: Mapping[str, Any]) -> None:
-        self.folder.write_json("evaluation.json", evaluations)
-        self.folder.write_json("summary.json", summary)
-
     def _summary(
         self, state: str, evaluations: Mapping[str, dict[str, Score] | None], trainer: Trainer | None
     ) -> dict[str, Any]:
@@ -294,14 +308,14 @@ class Run:
             "state": state,
             "steps": 0,
             "evaluation": dict(evaluations),
-            "files": {"run folder": _shown(self.folder.path)},
+            "files": {"run folder": str(self.folder.path)},
             "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
             "seconds": {"total": total},
             "next": [],
         }
         if trainer is None:
             return summary
-        done, meter = trainer.progress, trainer.meter
+        done, meter, saved = trainer.progress, trainer.meter, self._weights.exists()
         return summary | {
             "steps": done.step,
             "final": trainer.final,
@@ -309,19 +323,14 @@ class Run:
             "peaks": dict(meter.highest_bytes),
             "seconds": {**meter.total_seconds, "total": total},
             "tokens": done.counts(),
-            "files": summary["files"] | {"weights": _shown(self._weights)},
-            "next": self._next_commands(),
+            "files": summary["files"] | ({"weights": str(self._weights)} if saved else {}),
+            "next": self._next_commands() if saved else [],
         }
 
     def _next_commands(self) -> list[str]:
         kept = [override for override in self.overrides if override.lstrip("+").startswith(NEEDED_TO_EVALUATE)]
-        words = shlex.join(["job=evaluate", *kept, f"checkpoint={_shown(self._weights)}"])
+        words = shlex.join(["job=evaluate", *kept, f"checkpoint={readable_path(str(self._weights))}"])
         return [
             f"python -m mlxrl_runs {words}",
             "python -m mlxrl_runs -m algorithm=grpo,gigpo seed=0,1",
         ]
-
-
-def _shown(path: Path) -> str:
-    """A path as a person would type it: relative where that is shorter to read."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -235,6 +235,15 @@ def test_h20_a_bad_reward_fails_the_run_by_name_and_leaves_its_folder_whole(tmp_
     assert "Traceback" in (tmp_path / "out/latest/run.log").read_text()
 
 
+def test_weights_are_named_only_where_they_were_saved(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(BAD_ENVIRONMENT.replace("{reward}", "None"))
+    done = run(*SHORT, "env=python", f"env.file={file}", output=tmp_path / "out")
+    summary = json.loads((tmp_path / "out/latest/summary.json").read_text())
+    assert summary["state"] == "failed" and "weights" not in summary["files"] and summary["next"] == []
+    assert "job=evaluate" not in done.stdout
+
+
 def test_a_prompt_over_the_limit_is_exit_2(tmp_path):
     done = run(*SHORT, "rollout.max_prompt_tokens=2", output=tmp_path)
     assert done.returncode == 2 and "rollout.max_prompt_tokens=2" in done.stderr
@@ -291,7 +300,8 @@ def test_h27_a_sweep_makes_one_process_one_folder_and_one_wandb_run_per_point(tm
     for folder in folders:
         [offline] = folder.glob("wandb/offline-run-*")
         assert json.loads((folder / "run.json").read_text())["wandb_id"] in offline.name
-        assert "seeds" in leet(next(offline.glob("*.wandb")))
+        told = leet(next(offline.glob("*.wandb")))
+        assert "seeds" in told and "${" not in told  # H28: plain resolved values
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from building import settings
+from mlxrl_runs.errors import ConfigError
 
 SOURCE = """
 from dataclasses import dataclass
@@ -28,9 +29,14 @@ def test_a_users_file_makes_environments(tmp_path):
 
 
 def test_a_missing_file_is_refused_and_a_missing_factory_is_named(tmp_path):
-    with pytest.raises(ValidationError, match="does not exist"):
+    with pytest.raises(ValidationError, match="no file that can be read"):
         settings("env", "python", file=str(tmp_path / "none.py"))
-    (tmp_path / "empty.py").write_text("")
-    family = settings("env", "python", file=str(tmp_path / "empty.py"))
-    with pytest.raises(AttributeError, match="'make'"):
-        family.make("1", 0, 0)
+    for name, source, complaint in (
+        ("empty.py", "", r"env\.factory=make"),
+        ("broken.py", "def make(:", r"cannot be imported: SyntaxError"),
+        ("needs.py", "import not_there", r"cannot be imported: ModuleNotFoundError"),
+        ("text.txt", "", r"must end in \.py"),
+    ):
+        (tmp_path / name).write_text(source)
+        with pytest.raises(ConfigError, match=complaint):
+            settings("env", "python", file=str(tmp_path / name)).make("1", 0, 0)

@@ -18,21 +18,21 @@ from mlxrl_runs.maths.baselines import (
 NAN = math.nan
 
 
-def test_a_group_of_one_has_advantage_zero_and_never_its_raw_reward():
+def test_h01_a_group_of_one_has_advantage_zero_and_never_its_raw_reward():
     for scaling in ("group", "batch", "none"):
         assert group_advantage([1.0], ["a"], scaling) == [0.0]
         assert group_advantage([1.0, 5.0], ["a", "b"], scaling) == [0.0, 0.0]
     assert leave_one_out([1.0], ["a"]) == [0.0]
 
 
-def test_a_group_is_centred_and_scaled_by_itself():
+def test_h02_a_group_is_centred_and_scaled_by_itself():
     # each pair: mean .5 or 10.5, sample std sqrt(.5) = .70711 -> +-.5 / .70711 = +-.70711; over the whole batch instead
     # the second pair would be at about +.9
     got = group_advantage([1, 0, 11, 10], ["a", "a", "b", "b"], "group", eps=0.0)
     assert got == pytest.approx([0.70711, -0.70711, 0.70711, -0.70711], abs=1e-5)
 
 
-def test_membership_follows_the_group_id_and_not_the_position():
+def test_h02_membership_follows_the_group_id_and_not_the_position():
     got = group_advantage([1, 11, 0, 10], ["a", "b", "a", "b"], "group", eps=0.0)
     assert got == pytest.approx([0.70711, 0.70711, -0.70711, -0.70711], abs=1e-5)
     assert leave_one_out([1, 11, 0, 10], [7, 3, 7, 3]) == [1.0, 1.0, -1.0, -1.0]

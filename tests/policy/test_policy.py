@@ -13,7 +13,12 @@ from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.load import TINY, open_policy
 from mlxrl_runs.rollout.sampling import Sampling
+from mlxrl_runs.training.score import score
 
+TINY_LORA = {
+    "name": "tiny", "path": None, "shape": None, "adapter": "lora", "seed": 0, "keep_reference": False, "rank": 4,
+    "scale": 4.0,
+}  # fmt: skip
 PROMPT = mx.array([[7, 8, 9, 10, 11]])
 
 
@@ -101,8 +106,16 @@ def test_saved_weights_come_back_and_those_of_another_shape_are_refused(tmp_path
     fresh = tiny()
     fresh.load_weights(tmp_path)
     assert mx.array_equal(fresh.model(PROMPT), policy.model(PROMPT))
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(ConfigError, match=r"adapter\.targets names other layers"):
         tiny(targets=["q_proj"]).load_weights(tmp_path)
+    # same shapes, another policy: seen in use, success .02 -> 0 and exit 0
+    rescaled = open_policy(**TINY_LORA | {"scale": 1.0})
+    with pytest.raises(ConfigError, match=r"adapter\.scale is 1\.0, the checkpoint's is 4\.0"):
+        rescaled.load_weights(tmp_path)
+    weights = (tmp_path / "adapters.safetensors").read_bytes()
+    (tmp_path / "adapters.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ConfigError, match="damaged"):
+        fresh.load_weights(tmp_path)
     with pytest.raises(ConfigError, match=r"no adapters\.safetensors"):
         fresh.load_weights(tmp_path / "nowhere")
 
@@ -167,7 +180,21 @@ def test_the_split_head_gives_what_the_whole_model_gives(monkeypatch):
     assert mx.abs(entropy - whole_entropy).max().item() < 1e-5
 
 
-def test_padding_changes_no_log_probability():
+def test_h09_old_and_reference_log_probabilities_use_the_sampling_temperature_too():
+    policy = tiny()
+    shake(policy)
+    trajectories, _ = engine_of(policy).play(some_requests("arithmetic"), Sampling(temperature=0.5))
+    batch = collate([Group("all", tuple(trajectories))])
+    scored = score(policy, batch, 0.5, old=True, reference=True, rows=0)
+    assert mx.abs(scored.old_logp - batch.sampler_logp).max().item() < 1e-4
+    with policy.reference() as reference:
+        expected, _ = action_logp(reference, batch, 0.5)
+        undivided, _ = action_logp(reference, batch, 1.0)
+    assert mx.array_equal(scored.reference_logp, expected)
+    assert mx.abs(expected - undivided).max().item() > 0.1
+
+
+def test_h07_padding_changes_no_log_probability_of_any_turn():
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
     together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)

@@ -6,11 +6,13 @@ import pytest
 from building import engine_of, settings, some_requests, tiny
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
+from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason
-from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.errors import ConfigError, Interrupted
+from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.rollout.decoder import BatchedDecoder, SingleDecoder
-from mlxrl_runs.rollout.engine import EpisodeRequest
+from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
 from mlxrl_runs.rollout.sampling import Sampling
 
 TIE = 1e-4  # two perturbed scores nearer than this may swap between batch sizes, by rounding alone
@@ -162,6 +164,37 @@ def test_a_family_that_keeps_more_than_plain_kv_is_played_one_by_one_and_says_so
     assert engine.mode == "sequential" and "one by one" in engine.mode_reason
     trajectories, _ = engine.play(some_requests("arithmetic", 1, 2), Sampling())
     assert len(trajectories) == 2
+
+
+def test_an_episode_limit_without_room_for_one_turn_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"rollout\.max_episode_tokens=9 has no room for one turn"):
+        engine_of(tiny(), max_episode_tokens=9, max_completion_tokens=8).play(some_requests("arithmetic"), Sampling())
+
+
+@pytest.mark.parametrize("where", ["open", "decode", "step"])
+def test_a_stop_is_heeded_between_tokens_and_between_environments(where):
+    stop, calls = StopRequest(), []
+
+    class Stopping(Countdown):
+        def __init__(self):
+            super().__init__()
+            calls.append("open")
+            stop.signal_number = 2 if where == "open" else None
+
+        def step(self, action):
+            calls.append("step")
+            stop.signal_number = 2 if where == "step" else None
+            return super().step(action)
+
+        def reset(self):
+            stop.signal_number = 2 if where == "decode" and calls.count("open") == 3 else stop.signal_number
+            return super().reset()
+
+    policy = tiny()
+    engine = RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(8), stop=stop)
+    with pytest.raises(Interrupted):
+        engine.play([EpisodeRequest("count", member, Stopping, (member,)) for member in range(3)], Sampling())
+    assert calls == {"open": ["open"], "decode": ["open"] * 3, "step": ["open"] * 3 + ["step"]}[where]
 
 
 class Countdown:

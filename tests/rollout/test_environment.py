@@ -6,7 +6,7 @@ import pytest
 
 from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.errors import EnvironmentFailure
-from mlxrl_runs.rollout.environment import reset, step
+from mlxrl_runs.rollout.environment import opened, reset, step
 
 
 class Answers:
@@ -29,6 +29,7 @@ class Answers:
     [
         (math.nan, "finite"),
         (math.inf, "finite"),
+        (-1e300, "finite"),  # no float32
         (None, "one number, got None"),
         ("1", "one number, got '1'"),
         ([1.0], r"one number, got \[1.0\]"),
@@ -53,6 +54,34 @@ def test_h20_an_exception_keeps_its_name_and_gets_a_place():
 def test_anything_but_a_step_result_is_refused():
     with pytest.raises(EnvironmentFailure, match="must return a StepResult, got tuple"):
         step(Answers(("observation", 1.0, True, {})), "", "here")
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: None, "NoneType, which has no reset, step, state_id"),
+        (lambda: 1 / 0, "raised ZeroDivisionError"),
+        (lambda: Turns(0), "max_turns must be a whole number >= 1, got 0"),
+        (lambda: Turns(2.5), "got 2.5"),
+        (lambda: Turns(None), "got None"),
+    ],
+)
+def test_what_a_factory_makes_is_checked_before_it_is_played(make, complaint):
+    with pytest.raises(EnvironmentFailure, match=f"task 'seven': .*{complaint}"):
+        opened(make, "seven")
+
+
+class Turns(Answers):
+    def __init__(self, limit):
+        self.max_turns = limit
+
+    def state_id(self, observation):
+        return "s"
+
+
+def test_half_a_surrogate_pair_is_no_text():
+    with pytest.raises(EnvironmentFailure, match="surrogate"):
+        reset(Answers("a\ud800"), "t")
 
 
 def test_observations_are_text_and_parts_are_numbers():

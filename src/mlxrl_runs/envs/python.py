@@ -1,6 +1,7 @@
 """A user's own environment: a file and the name of a factory in it."""
 
 import importlib.util
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from mlxrl_runs.core import registry
 from mlxrl_runs.core.protocols import Environment
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.core.settings import PositiveInt, Recommended, Settings
+from mlxrl_runs.errors import ConfigError
 
 
 @registry.environment("python")
@@ -37,8 +39,8 @@ class PythonFile(Settings):
 
     @model_validator(mode="after")
     def _exists(self) -> "PythonFile":
-        if not Path(self.file).expanduser().is_file():
-            raise ValueError(f"file={self.file} does not exist; give the path of a Python file")
+        if not os.path.isfile(Path(self.file).expanduser()):
+            raise ValueError(f"file={self.file} is no file that can be read; give the path of a Python file")
         if self.held_out >= self.tasks:
             raise ValueError(f"held_out={self.held_out} leaves no task to train on; tasks={self.tasks}")
         return self
@@ -59,10 +61,13 @@ class PythonFile(Settings):
         name = f"mlxrl_runs_user_{derive_seed(path):x}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise AttributeError(f"env.file={self.file} is no Python file (its name must end in .py)")
+            raise ConfigError(f"env.file={self.file} is no Python file: its name must end in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses and typing look their module up there
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise ConfigError(f"env.file={self.file} cannot be imported: {type(error).__name__}: {error}") from error
         if not callable(getattr(module, self.factory, None)):
-            raise AttributeError(f"env.file={self.file} has no callable named {self.factory!r} (env.factory)")
+            raise ConfigError(f"env.factory={self.factory}: env.file={self.file} has no callable of that name")
         return getattr(module, self.factory)

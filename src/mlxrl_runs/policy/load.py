@@ -81,13 +81,33 @@ class Policy:
         file = folder / ("adapters.safetensors" if adapted else "model.safetensors")
         if not file.is_file():
             raise ConfigError(f"checkpoint={folder} has no {file.name}. Give a run's adapters/ or checkpoints/step_*")
+        if adapted:
+            self._check_adapter(folder)
         own = dict(tree_flatten(self.model.trainable_parameters() if adapted else self.model.parameters()))
-        saved = cast(dict[str, mx.array], mx.load(str(file)))
+        try:
+            saved = cast(dict[str, mx.array], mx.load(str(file)))
+        except RuntimeError as error:
+            raise ConfigError(f"checkpoint={folder}: {file.name} is damaged ({error}). Try an earlier one") from error
         if {name: array.shape for name, array in saved.items()} != {name: array.shape for name, array in own.items()}:
             raise ConfigError(
                 f"checkpoint={folder} does not fit this model and adapter. See the config.yaml of its run"
             )
         self.model.load_weights(list(saved.items()), strict=False)
+
+    def _check_adapter(self, folder: Path) -> None:
+        """The same weights under another scale, or on other layers, would be another policy."""
+        file = folder / "adapter_config.json"
+        saved = json.loads(file.read_text())["lora_parameters"] if file.is_file() else {}
+        own = cast(dict[str, Any], cast(dict[str, Any], self.adapter_config)["lora_parameters"])
+        differing = [
+            f"adapter.{name} is {own[name]}, the checkpoint's is {saved.get(name)}"
+            for name in ("rank", "scale")
+            if saved.get(name) != own[name]
+        ]
+        if saved.get("keys") != own["keys"]:
+            differing.append("adapter.targets names other layers than the checkpoint's")
+        if differing:
+            raise ConfigError(f"checkpoint={folder} does not fit this config: {'; '.join(differing)}")
 
 
 def open_policy(
@@ -135,7 +155,7 @@ def _from_folder(folder: Path) -> Policy:
     try:
         model, config = load_model(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (FileNotFoundError, ValueError, KeyError, OSError) as error:
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"model.path={folder} cannot be opened by mlx-lm: {error}") from error
     return Policy(model, tokenizer, _eos_ids(config, tokenizer), config)
 

@@ -19,7 +19,7 @@ from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.maths.scalars import integers, numbers
 from mlxrl_runs.policy.chat import ChatFormat, Context
 from mlxrl_runs.rollout.decoder import BatchedDecoder, Decoder, SingleDecoder
-from mlxrl_runs.rollout.environment import ask_state, reset, step
+from mlxrl_runs.rollout.environment import ask_state, opened, reset, step
 from mlxrl_runs.rollout.sampling import Sampling, draw, row_keys
 
 COMPACT_BELOW = 0.75  # rows still writing, as a share of the rows decoded, under which the others leave the batch
@@ -67,6 +67,7 @@ class RolloutStatistics:
 class _Episode:
     request: EpisodeRequest
     environment: Environment
+    max_turns: int
     observation: str
     context: Context
     turns: list[Turn] = field(default_factory=list)
@@ -138,10 +139,10 @@ class RolloutEngine:
         decoder, logits = self._prefill(episodes)
         running = list(episodes)
         while True:
-            self._stop.raise_if_requested()
             actions = self._decode(decoder, logits, running, sampling, statistics)
             started = time.perf_counter()
             for episode, action in zip(running, actions, strict=True):
+                self._stop.raise_if_requested()
                 self._answer(episode, action)
             statistics.env_seconds += time.perf_counter() - started
             alive = [row for row, episode in enumerate(running) if episode.end is None]
@@ -152,7 +153,8 @@ class RolloutEngine:
             logits = decoder.feed(_suffixes(decoder, running))
 
     def _open(self, request: EpisodeRequest) -> _Episode:
-        environment = request.make()
+        self._stop.raise_if_requested()
+        environment, max_turns = opened(request.make, request.task)
         observation = reset(environment, request.task)
         context = self._chat.first(observation)
         if len(context.tokens) > self._limits.max_prompt_tokens:
@@ -160,7 +162,13 @@ class RolloutEngine:
                 f"the prompt of task {request.task!r} has {len(context.tokens)} tokens, more than "
                 f"rollout.max_prompt_tokens={self._limits.max_prompt_tokens}; raise that key or shorten the observation"
             )
-        return _Episode(request, environment, observation, context, tokens=len(context.tokens))
+        if len(context.tokens) + self._limits.max_completion_tokens > self._limits.max_episode_tokens:
+            raise ConfigError(
+                f"rollout.max_episode_tokens={self._limits.max_episode_tokens} has no room for one turn of task "
+                f"{request.task!r}: {len(context.tokens)} prompt tokens and rollout.max_completion_tokens="
+                f"{self._limits.max_completion_tokens}; raise the first or lower the last"
+            )
+        return _Episode(request, environment, max_turns, observation, context, tokens=len(context.tokens))
 
     def _prefill(self, episodes: Sequence[_Episode]) -> tuple[Decoder, mx.array]:
         """Feed every distinct prompt once and hand its KV to all episodes that begin with it."""
@@ -187,6 +195,7 @@ class RolloutEngine:
         keys = row_keys([(*episode.request.key, len(episode.turns)) for episode in episodes])
         rows, part = list(range(len(episodes))), decoder
         for position in range(self._limits.max_completion_tokens):
+            self._stop.raise_if_requested()
             drawn = draw(logits, keys, position, sampling, with_margin=statistics.margins is not None)
             tokens, logps = integers(drawn.tokens), numbers(drawn.logp)
             margins = None if drawn.margin is None else numbers(drawn.margin)
@@ -252,7 +261,7 @@ class RolloutEngine:
             return
         context = self._chat.next(result.observation, ended_with_eos=action.stop is StopReason.EOS)
         next_tokens = episode.tokens + len(context.tokens) + self._limits.max_completion_tokens
-        if len(episode.turns) >= episode.environment.max_turns:
+        if len(episode.turns) >= episode.max_turns:
             episode.end, episode.final_context = EndReason.MAX_TURNS, context.tokens
         elif next_tokens > self._limits.max_episode_tokens:
             episode.end, episode.final_context = EndReason.MAX_TOKENS, context.tokens

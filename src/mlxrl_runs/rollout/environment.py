@@ -1,11 +1,33 @@
 """Calls into environments, which may be anyone's code: their failures get a name, their answers are checked."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 
 from mlxrl_runs.core.protocols import Environment, StepResult
-from mlxrl_runs.errors import EnvironmentFailure
+from mlxrl_runs.errors import EnvironmentFailure, MlxrlError
+
+FLOAT32_LARGEST = 3.4028234e38  # rewards become float32 advantages
+
+
+def opened(make: Callable[[], Environment], task: str) -> tuple[Environment, int]:
+    """A new environment and its turn limit.
+
+    Raises: EnvironmentFailure when the factory raises, or what it made is no environment.
+    """
+    try:
+        environment = make()
+    except MlxrlError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailure(f"task {task!r}: making its environment raised {_named(error)}") from error
+    missing = [name for name in ("reset", "step", "state_id") if not callable(getattr(environment, name, None))]
+    if missing:
+        made = type(environment).__name__
+        raise EnvironmentFailure(f"task {task!r}: the factory made a {made}, which has no {', '.join(missing)}")
+    limit = getattr(environment, "max_turns", None)
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise EnvironmentFailure(f"task {task!r}: max_turns must be a whole number >= 1, got {limit!r}")
+    return environment, limit
 
 
 def reset(environment: Environment, task: str) -> str:
@@ -48,6 +70,10 @@ def step(environment: Environment, action: str, where: str) -> StepResult:
 def _text(value: object, rule: str) -> str:
     if not isinstance(value, str):
         raise EnvironmentFailure(f"{rule}, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailure(f"{rule}, got half a surrogate pair in {value!r}") from error
     return value
 
 
@@ -55,7 +81,7 @@ def _number(value: object, what: str) -> float:
     """True and False count as 1 and 0; a list of one number is a wrong count, not a number."""
     if not isinstance(value, Real):
         raise EnvironmentFailure(f"{what} must be one number, got {value!r}")
-    if not math.isfinite(float(value)):
+    if not abs(float(value)) <= FLOAT32_LARGEST:  # also when it is not a number at all
         raise EnvironmentFailure(f"{what} must be finite, got {value!r}")
     return float(value)
 

@@ -8,7 +8,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from mlxrl_runs.tracking.drawing import area_chart, readable_bytes, readable_seconds
+from mlxrl_runs.tracking.drawing import area_chart, readable_bytes, readable_path, readable_seconds
 
 CHART_HEIGHT = 6
 CHART_WIDTH = 64
@@ -133,7 +133,7 @@ def _pointers(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text()
         width = max(len(label) for label in files)
         for label, path in files.items():
-            yield Text.assemble((f"  {label:<{width}}  ", "cyan"), str(path))
+            yield Text.assemble((f"  {label:<{width}}  ", "cyan"), readable_path(str(path)))
     commands: Sequence[str] = summary.get("next") or ()
     if commands:
         yield Text()

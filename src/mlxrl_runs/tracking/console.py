@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mlxrl_runs.core.protocols import RunRecord, TrajectoryRecord
 from mlxrl_runs.tracking.closing import closing_words
-from mlxrl_runs.tracking.drawing import printable, readable_bytes, readable_seconds, sparkline
+from mlxrl_runs.tracking.drawing import printable, readable_bytes, readable_path, readable_seconds, sparkline
 
 PLAIN_LINES = 50  # a longer run prints every second, third ... step
 REFRESHES_PER_SECOND = 2
@@ -71,7 +71,9 @@ class ConsoleTracker:
 
     def start(self, run: RunRecord) -> None:
         self._steps = self._steps or run.steps
-        self._print(Text.assemble((run.name, "bold"), f"  {run.job}, {self._steps} steps, in {run.folder}"))
+        self._print(
+            Text.assemble((run.name, "bold"), f"  {run.job}, {self._steps} steps, in {readable_path(run.folder)}")
+        )
         if _can_redraw(self._console):
             self._display = LiveDisplay(self._console, self._view, self._steps)
             self._display.start()

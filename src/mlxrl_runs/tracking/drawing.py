@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#"
@@ -83,3 +84,8 @@ def printable(text: str, width: int) -> str:
     """A text of unknown origin on one line of at most `width` characters, without anything a terminal would obey."""
     flat = "".join(letter if letter.isprintable() else " " for letter in text.strip())
     return flat if len(flat) <= width else flat[: max(width - 3, 0)] + "..."
+
+
+def readable_path(path: str) -> str:
+    """A path as a person would type it here: relative where it lies under the working directory."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path

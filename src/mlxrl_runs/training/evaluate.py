@@ -4,12 +4,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mlxrl_runs.core.protocols import Demonstrator, Environment, EnvironmentFamily
 from mlxrl_runs.core.seeding import derive_seed, generator
+from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.rollout.engine import RolloutEngine
-from mlxrl_runs.rollout.environment import reset, step
+from mlxrl_runs.rollout.environment import opened, reset, step
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
@@ -33,8 +35,10 @@ class Evaluator:
         seed: int,
         episodes: int,
         rows: int,
+        stop: StopRequest | None = None,
     ):
         self._engine = engine
+        self._stop = stop or StopRequest()
         self._family = family
         self._sampling = sampling
         self._seed = seed
@@ -52,7 +56,7 @@ class Evaluator:
             "greedy": _score(self._play(1, greedy)),  # one episode a task: every other would be the same
         }
         if self._bounds is None:
-            self._bounds = bounds(self._family, self._tasks, self._seed)
+            self._bounds = bounds(self._family, self._tasks, self._seed, self._stop)
         return scores | self._bounds
 
     def _play(self, members: int, sampling: Sampling) -> list[Trajectory]:
@@ -70,13 +74,16 @@ def _score(trajectories: Sequence[Trajectory]) -> Score:
     }
 
 
-def bounds(family: EnvironmentFamily, tasks: Sequence[str], seed: int) -> dict[str, Score]:
+def bounds(
+    family: EnvironmentFamily, tasks: Sequence[str], seed: int, stop: StopRequest | None = None
+) -> dict[str, Score]:
     """What acting at random and acting perfectly earn on these tasks; empty when the environment cannot say."""
 
-    def environment_of(task: str) -> Environment:
-        return family.make(task, derive_seed(seed, "environment", task), 0)
+    def make(task: str) -> tuple[Environment, int]:
+        (stop or StopRequest()).raise_if_requested()
+        return opened(partial(family.make, task, derive_seed(seed, "environment", task), 0), task)
 
-    if not isinstance(environment_of(tasks[0]), Demonstrator):
+    if not isinstance(make(tasks[0])[0], Demonstrator):
         return {}
     policies: dict[str, Callable[[Demonstrator, random.Random], str]] = {
         "random": lambda environment, stream: environment.random_action(stream),
@@ -84,19 +91,23 @@ def bounds(family: EnvironmentFamily, tasks: Sequence[str], seed: int) -> dict[s
     }
     stream = generator(seed, "bounds")
     return {
-        name: _average([_play_by_hand(environment_of(task), task, act, stream) for task in tasks])
+        name: _average([_play_by_hand(*make(task), task, act, stream) for task in tasks])
         for name, act in policies.items()
     }
 
 
 def _play_by_hand(
-    environment: Environment, task: str, act: Callable[[Demonstrator, random.Random], str], stream: random.Random
+    environment: Environment,
+    max_turns: int,
+    task: str,
+    act: Callable[[Demonstrator, random.Random], str],
+    stream: random.Random,
 ) -> tuple[float, float]:
     """(success, total reward) of one episode."""
     assert isinstance(environment, Demonstrator)
     reset(environment, task)
     total, success = 0.0, 0.0
-    for turn in range(environment.max_turns):
+    for turn in range(max_turns):
         result = step(environment, act(environment, stream), f"task {task!r}, turn {turn + 1}")
         total, success = total + result.reward, result.info.get("success", 0.0)
         if result.done:

@@ -84,7 +84,6 @@ class Trainer:
     stop: StopRequest
     progress: Progress = field(default_factory=Progress)
     evaluations: dict[str, dict[str, Score] | None] = field(default_factory=lambda: {"before": None, "after": None})
-    first: Metrics = field(default_factory=dict)
     final: Metrics = field(default_factory=dict)
     best: Metrics = field(default_factory=dict)
 
@@ -94,6 +93,7 @@ class Trainer:
             before = self._evaluate(0)
             self.evaluations["before"] = before
             self.tracker.log(0, evaluation_metrics(before))
+            self._remember(evaluation_metrics(before))
             while not self._finished():
                 self._step()
         except Interrupted:
@@ -166,8 +166,10 @@ class Trainer:
         self.tracker.log(step, metrics)
         if self._due(self.cadence.trajectories_every) or step == 1:
             self.tracker.log_trajectories(step, _records(groups, batch, self.cadence.trajectories))
-        self.first = self.first or metrics
         self.final = metrics
+        self._remember(metrics)
+
+    def _remember(self, metrics: Metrics) -> None:
         for name in ("reward/mean", "reward/success", "eval/sampled_success", "eval/greedy_success"):
             if name in metrics:
                 self.best[name] = max(metrics[name], self.best.get(name, metrics[name]))

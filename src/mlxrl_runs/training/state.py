@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,27 +33,33 @@ class Checkpoints:
         final = self.folder / "checkpoints" / f"step_{step:06d}"
         if (final / MANIFEST).is_file():
             return final
-        aside = final.with_name(final.name + ".partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        policy.save(aside)
-        mx.save_safetensors(str(aside / "optimizer.safetensors"), dict(tree_flatten(updater.optimizer.state)))
         state = {"step": step, "optimizer_updates": updater.updates, "updates_skipped": updater.skipped, **progress}
-        (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-        _write_manifest(aside)
-        aside.rename(final)
-        _sync(final.parent)
+        with written_aside(final) as aside:
+            policy.save(aside)
+            mx.save_safetensors(str(aside / "optimizer.safetensors"), dict(tree_flatten(updater.optimizer.state)))
+            (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+            _write_manifest(aside)
         return final
+
+
+@contextmanager
+def written_aside(final: Path) -> Iterator[Path]:
+    """A new folder to write into that becomes `final` when nothing went wrong, and is never half of it."""
+    aside = final.with_name(final.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    for file in aside.iterdir():
+        _sync(file)
+    aside.rename(final)
+    _sync(final.parent)
 
 
 def _write_manifest(folder: Path) -> None:
     files = {}
     for file in sorted(folder.iterdir()):
-        _sync(file)
         files[file.name] = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": files}, indent=2) + "\n")
-    _sync(manifest)
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
 
 
 def _sync(path: Path) -> None:
