@@ -18,13 +18,7 @@ from mlxrl_runs.errors import MlxrlError
 from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
 from mlxrl_runs.training.run_folder import RunFolder
 
-NEEDED_TO_EVALUATE = (
-    "model",
-    "adapter",
-    "env",
-    "rollout",
-    "seed",
-)  # groups whose overrides a checkpoint is scored with
+MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
 BACKEND = backends.prepare()  # before anything below imports MLX
 
@@ -83,6 +77,7 @@ class Run:
     policy: Policy = field(init=False)
     engine: RolloutEngine = field(init=False)
     evaluator: Evaluator = field(init=False)
+    blas_threads: int | None = field(init=False)
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -91,8 +86,8 @@ class Run:
         )
         rollout = self.config.rollout
         self.policy = self._open_policy()
-        if self.policy.hidden_size < backends.SHARED_BLAS_FROM:
-            backends.use_blas_threads(BACKEND, 1)
+        small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
+        self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
             self.policy.model,
             ChatFormat(self.policy.tokenizer),
@@ -149,6 +144,7 @@ class Run:
             engine={
                 "rollout_mode": self.engine.mode,
                 "rollout_mode_reason": self.engine.mode_reason,
+                "blas_threads": self.blas_threads,  # None: the library's own choice
                 "trainable_parameters": self.policy.trainable_parameters,
                 **limits,
             },
@@ -328,9 +324,9 @@ class Run:
         }
 
     def _next_commands(self) -> list[str]:
-        kept = [override for override in self.overrides if override.lstrip("+").startswith(NEEDED_TO_EVALUATE)]
-        words = shlex.join(["job=evaluate", *kept, f"checkpoint={readable_path(str(self._weights))}"])
+        kept = [override for override in self.overrides if override.lstrip("+").startswith(MAKES_THE_POLICY)]
+        checkpoint = f"checkpoint={readable_path(str(self._weights))}"
         return [
-            f"python -m mlxrl_runs {words}",
-            "python -m mlxrl_runs -m algorithm=grpo,gigpo seed=0,1",
+            shlex.join(["python", "-m", "mlxrl_runs", "job=evaluate", *kept, f"seed={self.config.seed}", checkpoint]),
+            shlex.join(["python", "-m", "mlxrl_runs", "-m", *kept, "algorithm=grpo,gigpo", "seed=0,1"]),
         ]

@@ -104,10 +104,9 @@ class FullAdapter(Settings):
     name: Literal["full"]
 
 
-class AdamSettings(Settings):
+class _AdamFamily(Settings):
     """Attributes: warmup_steps: optimizer steps; max_grad_norm: null for no clipping."""
 
-    name: Literal["adam"]
     learning_rate: NonNegative
     betas: tuple[Share, Share]
     eps: Positive
@@ -117,17 +116,14 @@ class AdamSettings(Settings):
     max_grad_norm: Positive | None
 
 
-class AdamWSettings(Settings):
+class AdamSettings(_AdamFamily):
+    name: Literal["adam"]
+
+
+class AdamWSettings(_AdamFamily):
     """Adam with decoupled weight decay."""
 
     name: Literal["adamw"]
-    learning_rate: NonNegative
-    betas: tuple[Share, Share]
-    eps: Positive
-    warmup_steps: Count
-    schedule: Schedule
-    final_learning_rate_ratio: UnitInterval
-    max_grad_norm: Positive | None
     weight_decay: NonNegative
 
 
