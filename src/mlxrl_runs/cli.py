@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError, MlxrlError
 from mlxrl_runs.groups import conf_folder, group_choices
@@ -108,11 +108,14 @@ _INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 
 
 def _run(overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
-    from mlxrl_runs.config import compose_config, validate
     from mlxrl_runs.supervise import supervise
 
-    config = validate(compose_config(overrides, config_dirs))
-    return supervise(config.plain(), overrides).exit_code
+    def composed() -> dict[str, Any]:
+        from mlxrl_runs.config import compose_config, validate
+
+        return validate(compose_config(overrides, config_dirs)).plain()
+
+    return supervise(composed, overrides).exit_code
 
 
 def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs: Sequence[str]) -> int:

@@ -62,7 +62,7 @@ def read_objective(folder: Path) -> float | None:
 
 
 def supervise(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
     overrides: Sequence[str] = (),
     sweep: Mapping[str, Any] | None = None,
     command: Sequence[str] = WORKER_COMMAND,
@@ -70,20 +70,20 @@ def supervise(
     """Run one job in a worker process and wait for its end.
 
     Args:
-        config: plain, resolved and validated.
+        config: plain, resolved and validated; or what makes it, so that the worker imports its half in the meantime.
         sweep: {"name", "folder", "point"} of the sweep this run belongs to; `folder` is where the run writes.
         command: starts the worker.
     """
     _open_closed_streams()
     report, report_end = os.pipe()
-    job = {"config": config, "overrides": list(overrides), "sweep": sweep, "report": report_end}
     passed_on: list[int] = []
     with _signals_held():  # the worker inherits the mask and lifts it once its own handlers stand
         worker = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True, pass_fds=[report_end])
         os.close(report_end)
         restore = _pass_signals_on(worker, passed_on)
     try:
-        _send(worker, job)
+        composed = _compose(config, worker)
+        _send(worker, {"config": composed, "overrides": list(overrides), "sweep": sweep, "report": report_end})
         status = worker.wait()
     finally:
         _end(worker)
@@ -99,6 +99,19 @@ def _open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+
+
+def _compose(
+    config: Mapping[str, Any] | Callable[[], Mapping[str, Any]], worker: "subprocess.Popen[bytes]"
+) -> Mapping[str, Any]:
+    """The config, made now where it has still to be made; the worker ends with what is wrong with it."""
+    if not callable(config):
+        return config
+    try:
+        return config()
+    except BaseException:
+        worker.kill()
+        raise
 
 
 @contextmanager

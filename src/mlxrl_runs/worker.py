@@ -1,6 +1,7 @@
 """The process that runs one job. Its supervisor writes the job to its stdin and keeps that pipe open.
 
-MLX is imported only after the folder, the log and the signal handlers stand.
+Importing MLX and what goes with it takes longest, and overlaps with the composing of the config on the other side.
+Nothing is computed before the folder, the log and the signal handlers stand.
 """
 
 import contextlib
@@ -47,6 +48,9 @@ def main(execute: Execute | None = None) -> int:
     Args: execute: what does the work; `mlxrl_runs.run.execute` unless a test brings its own.
     """
     stop = StopRequest()
+    if execute is None:
+        with contextlib.suppress(Exception):  # what is wrong is told once the job's folder and log stand
+            _execute()
     try:
         pipe, job = _receive()
         _handle_signals(stop)
@@ -164,7 +168,7 @@ def _run(execute: Execute | None, config: RunConfig, folder: RunFolder, job: Job
 
 
 def _execute() -> Execute:
-    """Imported only now: this is where MLX comes in."""
+    """This is where MLX comes in; cheap the second time."""
     from mlxrl_runs.run import execute
 
     return execute

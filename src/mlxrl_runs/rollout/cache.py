@@ -17,25 +17,36 @@ class RowLengths:
 
     host: list[int]
     _positions: mx.array | None = field(default=None, repr=False)
+    _offset: mx.array | None = field(default=None, repr=False)
     _mask: mx.array | None = field(default=None, repr=False)
+    _places: dict[tuple[int, ...], mx.array] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> mx.array:
         return mx.array(self.host, dtype=mx.int32)
 
     def begin(self, width: int) -> None:
-        """Prepare to append `width` columns to every row."""
-        self._positions = self.device[:, None] + mx.arange(width)
+        """Prepare to append `width` columns to every row; what all layers share is made here, once."""
+        self._offset = self.device
+        self._positions = self._offset[:, None] + mx.arange(width)
+        self._places = {}
         self._mask = (mx.arange(self.used(width)) <= self._positions[..., None])[:, None]
 
     def used(self, width: int) -> int:
         return max(self.host) + width
 
     @property
-    def positions(self) -> mx.array:
-        """(B, width) where the tokens being appended go."""
+    def offset(self) -> mx.array:
+        """(B,) where each row's first token being appended goes."""
+        assert self._offset is not None, "begin() comes first"
+        return self._offset
+
+    def places(self, shape: tuple[int, ...]) -> mx.array:
+        """Where the tokens being appended go, for keys or values of this (B, H, width, D) shape."""
         assert self._positions is not None, "begin() comes first"
-        return self._positions
+        if shape not in self._places:
+            self._places[shape] = mx.broadcast_to(self._positions[:, None, :, None], shape)
+        return self._places[shape]
 
     @property
     def mask(self) -> mx.array:
@@ -55,15 +66,16 @@ class RaggedKVCache:
     @property
     def offset(self) -> mx.array:
         """(B,) what rope adds to each row's positions."""
-        return self.lengths.positions[:, 0]
+        return self.lengths.offset
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         return self.lengths.mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         used = self.lengths.used(keys.shape[2])
-        self.keys = _written(_grown(self.keys, keys, used), keys, self.lengths.positions)
-        self.values = _written(_grown(self.values, values, used), values, self.lengths.positions)
+        keys_at, values_at = self.lengths.places(keys.shape), self.lengths.places(values.shape)
+        self.keys = mx.put_along_axis(_grown(self.keys, keys, used), keys_at, keys, axis=2)
+        self.values = mx.put_along_axis(_grown(self.values, values, used), values_at, values, axis=2)
         return self.keys[:, :, :used], self.values[:, :, :used]
 
 
@@ -74,7 +86,3 @@ def _grown(held: mx.array | None, new: mx.array, used: int) -> mx.array:
         return held
     room = mx.zeros((rows, heads, used + (-used % GROWTH) - capacity, width), dtype=new.dtype)
     return room if held is None else mx.concatenate([held, room], axis=2)
-
-
-def _written(held: mx.array, new: mx.array, positions: mx.array) -> mx.array:
-    return mx.put_along_axis(held, mx.broadcast_to(positions[:, None, :, None], new.shape), new, axis=2)

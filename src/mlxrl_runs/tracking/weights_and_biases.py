@@ -1,7 +1,8 @@
 """Mirrors a run into wandb without ever making the run wait, prompting, or recording a command line.
 
 Everything the SDK does happens in one background thread, fed by a queue: importing it takes 0.6 s, starting a run
-0.7 s, and a missing network ten seconds.
+0.7 s, and a missing network ten seconds. The thread starts with the first thing to send, not with the run: it shares
+the interpreter with the evaluation before training, and would keep the first step waiting.
 """
 
 import math
@@ -63,6 +64,7 @@ class WeightsAndBiasesTracker:
         self._say = say
         self._run_id: str | None = None
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._record: RunRecord | None = None
         self._thread: threading.Thread | None = None
         self._folders = _SdkFolders(self._folder / "wandb")
         self._table: Any = None
@@ -78,8 +80,7 @@ class WeightsAndBiasesTracker:
     def start(self, run: RunRecord) -> None:
         self._folders.enter()
         self._run_id = _new_id()
-        self._thread = threading.Thread(target=self._work, args=(run,), name="wandb", daemon=True)
-        self._thread.start()
+        self._record = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **metrics}
@@ -95,12 +96,14 @@ class WeightsAndBiasesTracker:
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send what is left and close the run; gives up, saying so, after CLOSE_SECONDS."""
-        if self._thread is None:
+        if self._run_id is None and self._thread is None:
             return
         best = {f"best/{name}": value for name, value in summary.get("best", {}).items()}
         self._later(lambda run: run.summary.update({**best, "state": summary.get("state")}))
         self._later(lambda run: run.finish(exit_code=exit_code))
         self._calls.put(None)
+        if self._thread is None:
+            return
         self._thread.join(PATIENCE_SECONDS)
         if self._thread.is_alive():
             self._say(f"wandb: still sending; waiting {CLOSE_SECONDS:.0f} s at most")
@@ -111,8 +114,12 @@ class WeightsAndBiasesTracker:
         self._thread = None
 
     def _later(self, call: Callable[[Any], None]) -> None:
-        if self._run_id is not None:
-            self._calls.put(call)
+        if self._run_id is None:
+            return
+        self._calls.put(call)
+        if self._thread is None and self._record is not None:
+            self._thread = threading.Thread(target=self._work, args=(self._record,), name="wandb", daemon=True)
+            self._thread.start()
 
     def _work(self, record: RunRecord) -> None:
         """The thread: open the run, then do what was asked for, in order. Trouble is told once, then all is quiet."""
