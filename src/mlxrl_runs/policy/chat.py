@@ -6,9 +6,11 @@ thinking) cannot move a token.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+REMEMBERED = 1024  # texts, each way
 _FIRST, _ANSWER, _NEXT = "\x02first\x02", "\x02answer\x02", "\x02next\x02"
 
 
@@ -25,6 +27,9 @@ class ChatFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
+        # observations and short actions recur; without this the tokenizer takes a sixth of an evaluation (2.8 s -> 2.4)
+        self._encode = lru_cache(REMEMBERED)(self._encode_now)
+        self._decode = lru_cache(REMEMBERED)(self._decode_now)
         self._before_first, self._after_first, self._before_next, self._after_next = _pieces(tokenizer)
 
     def first(self, observation: str) -> Context:
@@ -40,9 +45,12 @@ class ChatFormat:
 
     def action_text(self, action: list[int]) -> str:
         """What the environment reads: special tokens left out."""
-        return self._tokenizer.decode(action, skip_special_tokens=True)
+        return self._decode(tuple(action))
 
-    def _encode(self, before: str, observation: str, after: str) -> Context:
+    def _decode_now(self, action: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(list(action), skip_special_tokens=True)
+
+    def _encode_now(self, before: str, observation: str, after: str) -> Context:
         # add_special_tokens=False: the template has written BOS already where the model wants one
         encoded = self._tokenizer(before + observation + after, add_special_tokens=False, return_offsets_mapping=True)
         start, end = len(before), len(before) + len(observation)
