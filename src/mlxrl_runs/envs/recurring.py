@@ -4,7 +4,6 @@ A task is a row of coloured doors. Each colour always opens with the same verb; 
 A wrong verb leaves you in front of the same door, so its state comes back: GiGPO's anchors.
 """
 
-import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -87,10 +86,6 @@ class Recurring(Settings):
             number, digit = divmod(number, self.colours)
             digits.append(COLOURS[digit])
         return "-".join(digits)
-
-    def all_tasks(self) -> Sequence[str]:
-        """Every layout, trained or held out."""
-        return ["-".join(doors) for doors in itertools.product(COLOURS[: self.colours], repeat=self.rooms)]
 
 
 class Doors:
