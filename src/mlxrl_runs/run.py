@@ -37,6 +37,7 @@ from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, Trainer  # noqa: E402
+from mlxrl_runs.training.metrics import evaluation_metrics  # noqa: E402
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
 from mlxrl_runs.training.state import Checkpoints, written_aside  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
@@ -166,6 +167,7 @@ class Run:
             scores = self.evaluator.evaluate()
             evaluations["after"] = scores
             self.tracker.log_evaluation(0, scores)
+            self.tracker.log(0, evaluation_metrics(scores))
         return summary
 
     @contextmanager

@@ -133,6 +133,8 @@ def test_a_checkpoint_is_scored_as_it_was_at_the_end_of_its_run(finished, tmp_pa
         assert done.returncode == 0, done.stderr
         evaluation = json.loads((tmp_path / "latest/evaluation.json").read_text())
         assert evaluation["before"] is None and evaluation["after"] == after
+        assert rows_of(tmp_path / "latest")[0]["eval/sampled_success"] == after["sampled"]["success"]
+        assert "held-out success: sampled" in done.stdout and "before training" not in done.stdout
 
 
 def test_the_sequential_twin_and_micro_batches_train_on_the_same_tokens(tmp_path):

@@ -36,7 +36,7 @@ def closing_words(
 def _headline(summary: Mapping[str, Any], exit_code: int, console: Console) -> Iterator[RenderableType]:
     state = str(summary.get("state", "finished" if exit_code == 0 else "failed"))
     total = (summary.get("seconds") or {}).get("total")
-    words = [state, f"{summary['steps']} steps" if "steps" in summary else ""]
+    words = [state, f"{summary['steps']} steps" if summary.get("steps") else ""]
     words += [f"in {readable_seconds(total)}" if total is not None else "", str(summary.get("device", ""))]
     style = STATE_STYLES.get(state, "bold")
     title = Text("  ".join(word for word in words if word), style=style)

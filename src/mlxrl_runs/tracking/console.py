@@ -65,16 +65,17 @@ class ConsoleTracker:
         self._steps = steps
         self._history: dict[str, list[float]] = {}
         self._step = 0
+        self._trains = True
         self._times: list[float] = []
         self._display: LiveDisplay | None = None
         self._sample = ""
 
     def start(self, run: RunRecord) -> None:
         self._steps = self._steps or run.steps
-        self._print(
-            Text.assemble((run.name, "bold"), f"  {run.job}, {self._steps} steps, in {readable_path(run.folder)}")
-        )
-        if _can_redraw(self._console):
+        self._trains = run.job == "train"
+        steps = f", {self._steps} steps" if self._trains else ""
+        self._print(Text.assemble((run.name, "bold"), f"  {run.job}{steps}, in {readable_path(run.folder)}"))
+        if self._trains and _can_redraw(self._console):
             self._display = LiveDisplay(self._console, self._view, self._steps)
             self._display.start()
 
@@ -100,8 +101,8 @@ class ConsoleTracker:
 
     def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
         scores = [f"{name} {score['success']:.3f}" for name, score in evaluation.items() if "success" in score]
-        when = "before training" if step == 0 else f"after step {step}"
-        text = Text.assemble(("held-out success ", "bold"), f"{when}: {', '.join(scores)}")
+        when = "" if not self._trains else " before training" if step == 0 else f" after step {step}"
+        text = Text.assemble(("held-out success", "bold"), f"{when}: {', '.join(scores)}")
         if scores:
             self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
