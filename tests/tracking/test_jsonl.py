@@ -27,7 +27,7 @@ def test_a_step_is_on_disk_before_the_next_one_starts(tmp_path):
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.25}]
 
 
-def test_a_step_that_does_not_increase_is_an_error_and_not_a_lost_row(tmp_path):
+def test_h29_a_step_that_does_not_increase_is_an_error_and_not_a_lost_row(tmp_path):
     # H29: wandb drops such a row with a warning; here the caller hears of it and the file keeps what it had
     tracker = started(tmp_path)
     tracker.log(5, {"reward/mean": 0.5})

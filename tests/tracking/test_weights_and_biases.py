@@ -72,7 +72,7 @@ def three_runs(tmp_path_factory):
     return folder, drive(folder, 3)
 
 
-def test_runs_of_one_process_are_runs_of_their_own_in_one_group(three_runs):
+def test_h27_runs_of_one_process_are_runs_of_their_own_in_one_group(three_runs):
     # H27: the SDK's default would hand out the first run again
     folder, report = three_runs
     read = [read_back(folder / f"run{seed}") for seed in (1, 2, 3)]
@@ -84,7 +84,7 @@ def test_runs_of_one_process_are_runs_of_their_own_in_one_group(three_runs):
         assert run["run_group"] == "the sweep" and run["job_type"] == "train"
 
 
-def test_a_run_that_is_still_open_is_not_handed_out_again(tmp_path):
+def test_h27_a_run_that_is_still_open_is_not_handed_out_again(tmp_path):
     # H27, the case that went wrong: the earlier run was not finished before the next one started
     report = drive(tmp_path, 2, "together")
     read = [read_back(tmp_path / f"run{seed}") for seed in (1, 2)]
@@ -93,7 +93,7 @@ def test_a_run_that_is_still_open_is_not_handed_out_again(tmp_path):
     assert all(logged(history(records), "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)] for records, _ in read)
 
 
-def test_the_config_is_plain_and_holds_overrides_and_versions(three_runs):
+def test_h28_the_config_is_plain_and_holds_overrides_and_versions(three_runs):
     # H28
     _, summary = read_back(three_runs[0] / "run1")
     config = summary["config"]
@@ -104,7 +104,7 @@ def test_the_config_is_plain_and_holds_overrides_and_versions(three_runs):
     assert summary["tags"] == ["tiny", "t" * 64]  # the SDK refuses more than 64 letters
 
 
-def test_every_row_arrives_on_our_own_step_even_an_earlier_one(three_runs):
+def test_h29_every_row_arrives_on_our_own_step_even_an_earlier_one(three_runs):
     # H29: the evaluation of step 2 comes after step 3 was logged; counted by the SDK's own step it would be dropped
     records, _ = read_back(three_runs[0] / "run1")
     rows = history(records)
@@ -154,13 +154,13 @@ def files_holding(folder, text):
     return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
-def test_no_secret_of_the_command_line_is_recorded(three_runs):
+def test_h30_no_secret_of_the_command_line_is_recorded(three_runs):
     # H30: the process was started with +wandb.api_key=DUMMY-KEY-123
     assert files_holding(three_runs[0], SECRET) == []
     assert len(files_holding(three_runs[0], "the sweep")) >= 3  # the search does see what is there
 
 
-def test_a_key_without_a_network_falls_back_to_offline_and_leaks_nothing(tmp_path):
+def test_h30_a_key_without_a_network_falls_back_to_offline_and_leaks_nothing(tmp_path):
     # H30 again: the key is used, and yet in no file
     report = drive(tmp_path, 1, WANDB_API_KEY=KEY)
     [line] = report["said"]
