@@ -172,6 +172,14 @@ def test_a_budget_ends_training_early(tmp_path):
     assert rows[-1]["step"] == 2 and "eval/sampled_success" in rows[-1]
 
 
+def test_a_budget_of_minutes_ends_with_an_evaluation(tmp_path):
+    done = run(*SHORT, "steps=500", "budget.minutes=0.04", output=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = rows_of(tmp_path / "latest")[-1]
+    after = json.loads((tmp_path / "latest/evaluation.json").read_text())["after"]
+    assert 1 <= last["step"] < 500 and last["eval/sampled_success"] == after["sampled"]["success"]
+
+
 def test_random_weights_train_at_full_length(tmp_path):
     done = run(
         *SHORT, "steps=1", "model=random", "model.shape=1m", "env=arithmetic", "rollout.ignore_eos=true",

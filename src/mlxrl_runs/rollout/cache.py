@@ -21,13 +21,9 @@ class RowLengths:
     _mask: mx.array | None = field(default=None, repr=False)
     _places: dict[tuple[int, ...], mx.array] = field(default_factory=dict, repr=False)
 
-    @property
-    def device(self) -> mx.array:
-        return mx.array(self.host, dtype=mx.int32)
-
     def begin(self, width: int) -> None:
         """Prepare to append `width` columns to every row; what all layers share is made here, once."""
-        self._offset = self.device
+        self._offset = mx.array(self.host, dtype=mx.int32)
         self._positions = self._offset[:, None] + mx.arange(width)
         self._places = {}
         self._mask = (mx.arange(self.used(width)) <= self._positions[..., None])[:, None]

@@ -94,14 +94,16 @@ class Trainer:
             self.evaluations["before"] = before
             self.tracker.log(0, evaluation_metrics(before))
             self._remember(evaluation_metrics(before))
-            while not self._finished():
-                self._step()
+            last = False
+            while not last:
+                last = self._step()
         except Interrupted:
             self._save()
             raise
         self._save()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One step; True when it was the last. The budget is asked once: minutes go on while a step is closed."""
         step = self.progress.step + 1
         self.meter.begin_step()
         with self.meter.phase("rollout"):
@@ -119,14 +121,16 @@ class Trainer:
             **self.meter.metrics(),
             **self._rates_and_counts(groups),
         }
-        if self._finished() or self._due(self.cadence.eval_every):
+        last = self._finished()
+        if last or self._due(self.cadence.eval_every):
             evaluation = self._evaluate(step)
             metrics |= evaluation_metrics(evaluation)
-            if self._finished():
+            if last:
                 self.evaluations["after"] = evaluation
         self._log(step, metrics, groups, batch)
         if self._due(self.cadence.save_every):
             self._save()
+        return last
 
     def _credited(self, groups: Sequence[Group], step: int) -> tuple[Batch, Metrics]:
         """The batch with the passes that something asked for, its advantages and its weights."""
