@@ -52,6 +52,9 @@ class Policy:
         else:
             raise RuntimeError("no reference was kept: full training without keep_reference")
 
+    def fix_reference(self) -> None:
+        pass
+
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream, from the model's config (nested in multimodal ones)."""
