@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    policy = open_policy(name="tiny", path=None, shape=None, adapter="lora", seed=0, keep_reference=False, rank=16)
+    policy = open_policy(source="tiny", path=None, shape=None, adapter="lora", seed=0, keep_reference=False, rank=16)
     chat = ChatFormat(policy.tokenizer)
     engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), mode=m) for m in ("sequential", "batched")]
     compared, ties, errors, part = 0, 0, 0, 0

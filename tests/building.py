@@ -32,7 +32,7 @@ def settings(group: str, name: str, **changes: Any) -> Any:
 
 def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
     return open_policy(
-        name="tiny",
+        source="tiny",
         path=None,
         shape=None,
         adapter=adapter,

@@ -18,6 +18,7 @@ from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import Interrupted
 from mlxrl_runs.groups import conf_folder
 from mlxrl_runs.lifecycle import begin_folder, exit_code, one_line
+from mlxrl_runs.policy.source import locate
 from mlxrl_runs.report.curves import Figure, draw_curves
 from mlxrl_runs.schema import Job
 from mlxrl_runs.tee import Tee
@@ -162,6 +163,7 @@ def _execute(config: RunConfig, callbacks: Sequence[StepCallback]) -> FinishedRu
     from mlxrl_runs.run import execute, fresh_memory
 
     fresh_memory()
+    locate(config.model.source, config.model.path, config.model.revision)  # what is missing leaves no folder
     folder, _ = begin_folder(config, (), None)
     state, code, error = "finished", 0, None
     try:

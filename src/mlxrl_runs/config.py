@@ -31,9 +31,10 @@ from mlxrl_runs.schema import (
     JsonlTracking,
     LoraAdapter,
     MemorySettings,
-    ModelKind,
     ModelSettings,
+    ModelSource,
     PathSettings,
+    Precision,
     RolloutSettings,
     RunConfig,
     TrainerSettings,
@@ -51,6 +52,7 @@ __all__ = [
     "compose_config",
     "config_hash",
     "expand_points",
+    "implied_model",
     "own_hydra",
     "shown_override",
     "validate",
@@ -58,6 +60,7 @@ __all__ = [
 
 CONFIG_NAME = "config"
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NOT_PART_OF_THE_EXPERIMENT = ("name", "tags", "notes", "tracking", "paths")
 SECTIONS: Mapping[str, type[Settings]] = {
     "budget": Budget, "model": ModelSettings, "rollout": RolloutSettings, "memory": MemorySettings,
@@ -250,18 +253,44 @@ def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]
 
 def _model_source(model: ModelSettings) -> list[str]:
     found = []
-    if model.name == ModelKind.LOCAL:
+    if model.source == ModelSource.LOCAL:
         found += _model_folder(model.path)
+    elif model.source == ModelSource.HUB:
+        found += _hub_name(model.path)
     elif model.path is not None:
-        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local.")
-    if model.name == ModelKind.RANDOM and model.shape not in SHAPES:
+        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local or model=hub.")
+    if model.revision is not None and model.source != ModelSource.HUB:
+        found.append(f"model.revision: got {model.revision!r}; only models of the hub have one. Try model=hub.")
+    if model.source == ModelSource.RANDOM and model.shape not in SHAPES:
         line = (
             f"model.shape: got {wording.shown(model.shape)}; allowed: one of {', '.join(SHAPES)}. Try model.shape=11m."
         )
         found.append(line)
-    if model.name != ModelKind.RANDOM and model.shape is not None:
+    if model.source != ModelSource.RANDOM and model.shape is not None:
         found.append(f"model.shape: got {model.shape!r}; only model=random has a shape. Try model=random.")
     return found
+
+
+def _hub_name(path: str | None) -> list[str]:
+    if path is not None and HUB_NAME.fullmatch(path):
+        return []
+    example = "Try model.path=mlx-community/Qwen3-0.6B-4bit, or model=local for a folder."
+    name, _, revision = (path or "").partition("@")
+    if HUB_NAME.fullmatch(name):
+        example = f"Try model.path={name} model.revision={revision or 'COMMIT'}."
+    return [f"model.path: got {wording.shown(path)}; model=hub needs a name on the Hugging Face hub. {example}"]
+
+
+def _quantised_weights_are_not_trained(model: ModelSettings, adapter: Any) -> list[str]:
+    quantised = model.precision == Precision.FOUR_BIT or (
+        model.source == ModelSource.SMOLLM2 and model.precision == Precision.STORED
+    )
+    if adapter.name != "full" or not quantised:
+        return []
+    return [
+        f"adapter: got full, which cannot train the quantised weights of model.precision={model.precision}. "
+        "Try adapter=lora, or model.precision=bfloat16."
+    ]
 
 
 def _model_folder(path: str | None) -> list[str]:
@@ -303,6 +332,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("reward", "env"), _rewards_have_an_answer),
     (("job", "checkpoint"), _checkpoint_is_for_evaluation),
     (("model",), _model_source),
+    (("model", "adapter"), _quantised_weights_are_not_trained),
     (("rollout",), _episode_holds_a_turn),
     (("memory",), _wired_memory_is_metals),
 )
@@ -369,6 +399,7 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] =
         parsed, found = _parse(hydra, as_typed(overrides))
         found += _override_problems(parsed, config_dirs)
         good = [override for override in parsed if not _override_problems([override], config_dirs)]
+        good += _parse(hydra, implied_model([str(override.input_line) for override in good]))[0]
         config, lines = _compose(hydra, good)
         plain, unresolved = _resolve(config)
     found += lines + unresolved
@@ -377,6 +408,21 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] =
         later = _check(plain)[1] if plain and not unresolved else []
         raise ConfigError(_without_secrets([*found, *(line for line in later if line not in found)]))
     return plain
+
+
+def implied_model(overrides: Sequence[str]) -> list[str]:
+    """The `model=...` that `model.path=X` alone stands for: local for a folder, hub for a name.
+
+    Args: overrides: such as Hydra's grammar reads (see `as_typed`).
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    paths = [override.value() for override in parsed if override.key_or_group == "model.path"]
+    if not paths or not isinstance(paths[-1], str) or any(override.key_or_group == "model" for override in parsed):
+        return []
+    is_folder = paths[-1].startswith(("/", ".", "~")) or Path(paths[-1]).is_dir()
+    return [f"model={(ModelSource.LOCAL if is_folder else ModelSource.HUB).value}"]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from mlxrl_runs import backend as backends
 from mlxrl_runs.config import RunConfig
+from mlxrl_runs.core.files import written_aside
 from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord, StepResult
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.stop import StopRequest
@@ -45,7 +46,7 @@ from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, StepCallback, Trainer  # noqa: E402
 from mlxrl_runs.training.metrics import evaluation_metrics  # noqa: E402
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
-from mlxrl_runs.training.state import Checkpoints, written_aside  # noqa: E402
+from mlxrl_runs.training.state import Checkpoints  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
 from mlxrl_runs.training.warm_start import WarmStarter  # noqa: E402
 
@@ -135,7 +136,7 @@ class Run:
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
             self.policy.model,
-            ChatFormat(self.policy.tokenizer),
+            ChatFormat(self.policy.tokenizer, self.config.model.thinking),
             self.policy.eos_ids,
             Limits(
                 max_completion_tokens=rollout.max_completion_tokens,
@@ -175,9 +176,11 @@ class Run:
             else {}
         )
         return open_policy(
-            name=model.name,
+            source=model.source,
             path=model.path,
+            revision=model.revision,
             shape=model.shape,
+            precision=model.precision,
             adapter=adapter.name,
             seed=config.seed,
             keep_reference=self.algorithm.needs_reference or config.tracking.kl_every > 0,
@@ -193,6 +196,7 @@ class Run:
                 "name": str(mx.device_info().get("device_name", mx.default_device())),
                 "memory_bytes": memory_size_bytes(),
             },
+            model=self._model_record(),
             engine={
                 "rollout_mode": self.engine.mode,
                 "rollout_mode_reason": self.engine.mode_reason,
@@ -201,6 +205,18 @@ class Run:
                 **limits,
             },
         )
+
+    def _model_record(self) -> dict[str, str | None]:
+        """What was opened; a commit that main stood for is told, so that it can be pinned."""
+        origin, asked = self.policy.origin, self.config.model
+        if origin.revision is not None and asked.revision is None:
+            pin = f"model.revision={origin.revision}"
+            self._say(f"model: main of {origin.path} is commit {origin.revision}; to stay with it: {pin}")
+        return {
+            "path": origin.path,
+            "revision": origin.revision,
+            "folder": None if origin.folder is None else str(origin.folder),
+        }
 
     def train(self) -> None:
         """job=train: evaluate, train, evaluate, save."""

@@ -1,5 +1,6 @@
 """Types, meanings and ranges of every section of a run's config. The yamls in conf/ hold the values. Imports no MLX."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,10 +35,19 @@ class Job(StrEnum):
     EVALUATE = "evaluate"
 
 
-class ModelKind(StrEnum):
+class ModelSource(StrEnum):
     TINY = "tiny"
     RANDOM = "random"
     LOCAL = "local"
+    HUB = "hub"
+    SMOLLM2 = "smollm2"
+
+
+class Precision(StrEnum):
+    STORED = "stored"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FOUR_BIT = "4bit"
 
 
 class RolloutMode(StrEnum):
@@ -81,12 +91,30 @@ class ModelRecommended(Settings):
 
 
 class ModelSettings(Settings):
-    """Attributes: path: folder of a local model; shape: size of a random one."""
+    """A model and what suits it.
 
-    name: ModelKind
+    Attributes:
+        path: folder of a local model, or org/name on the hub. revision: commit, tag or branch there; null for main.
+        thinking: enable_thinking of the chat template; null leaves it out.
+        shape: size of a random model.
+    """
+
+    name: Annotated[Text, Field(min_length=1)]
+    source: ModelSource
     path: Text | None
+    revision: Text | None
+    precision: Precision
+    thinking: bool | None
     shape: Text | None
     recommended: ModelRecommended
+
+    @property
+    def label(self) -> str:
+        """What names a run: the yaml's name, or the model's where the yaml stands for any model."""
+        if self.path is None or self.name not in (ModelSource.LOCAL, ModelSource.HUB):
+            return self.name
+        last = Path(self.path).expanduser().resolve().name
+        return re.sub(r"[^\w.-]+", "-", last).strip("-") or self.name
 
 
 class LoraAdapter(Settings):
@@ -264,8 +292,8 @@ class RunConfig(Settings):
     @property
     def run_name(self) -> str:
         """The name a person reads."""
-        parts = (self.algorithm, self.env, self.model)
-        return self.name or "_".join(str(getattr(part, "name")) for part in parts)  # noqa: B009 - a registered class's
+        registered = (str(getattr(part, "name")) for part in (self.algorithm, self.env))  # noqa: B009
+        return self.name or "_".join([*registered, self.model.label])
 
     def plain(self) -> dict[str, Any]:
         """Numbers, text, lists and dicts only: what config.yaml and the trackers get."""

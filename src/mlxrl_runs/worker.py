@@ -22,6 +22,8 @@ from mlxrl_runs.config import RunConfig, validate
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import ConfigError, Interrupted, MlxrlError
 from mlxrl_runs.lifecycle import begin_folder, exit_code, one_line
+from mlxrl_runs.policy.source import locate
+from mlxrl_runs.schema import ModelSettings, ModelSource
 from mlxrl_runs.tee import Tee
 from mlxrl_runs.training.run_folder import RunFolder, record_end
 
@@ -53,6 +55,7 @@ def main(execute: Execute | None = None) -> int:
         pipe, job = _receive()
         _handle_signals(stop)
         config = validate(job.config)
+        _find_model(config.model, stop)
         folder = _make_folder(config, job)
     except MlxrlError as error:
         print(error, file=sys.stderr)
@@ -77,6 +80,21 @@ def _receive() -> tuple[int, Job]:
         raise ConfigError("A worker is started by a run, not by hand. Try: python -m mlxrl_runs --help") from None
     os.set_inheritable(job.report, False)
     return pipe, job
+
+
+def _find_model(model: ModelSettings, stop: StopRequest) -> None:
+    """Make sure that the model's files are here, fetched if need be, before a folder is made."""
+    if model.source != ModelSource.HUB:
+        locate(model.source, model.path, model.revision)
+        return
+    stop.raise_if_requested()
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    for number in HANDLED:  # a download cannot be asked to stop, and nothing is there to save
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: os._exit(128 + number))
+    locate(model.source, model.path, model.revision)
+    for number in HANDLED:
+        signal.signal(number, before[number])
 
 
 def _handle_signals(stop: StopRequest) -> None:

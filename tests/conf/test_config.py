@@ -11,6 +11,7 @@ from mlxrl_runs.schema import RunConfig
 
 NEEDS_MORE = {  # choices that cannot stand alone, with what they need
     ("model", "local"): ["model.path=MODEL_FOLDER"],
+    ("model", "hub"): ["model.path=org/name"],
     ("env", "python"): ["env.file=PYTHON_FILE"],
     ("reward", "exact"): ["env=arithmetic"],
     ("reward", "numeric"): ["env=arithmetic"],
@@ -184,7 +185,7 @@ def test_an_unknown_choice_lists_the_choices_and_the_nearest():
     assert line.startswith("algorithm: got 'gigpoo'") and "Did you mean algorithm=gigpo?" in line
     line = only_problem("env=recuring")
     assert "arithmetic" in line and "Did you mean env=recurring?" in line
-    assert "local, random, tiny" in only_problem("model=tiyn")
+    assert "hub, local, " in only_problem("model=tiyn") and "Did you mean model=tiny?" in only_problem("model=tiyn")
 
 
 def test_a_name_inside_a_group_is_checked_too():
@@ -350,6 +351,41 @@ def test_a_local_model_needs_a_whole_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     line = only_problem("model=local", f"model.path={tmp_path}")
     assert "has no model*.safetensors" in line and "config.json" not in line
+
+
+def test_a_path_alone_chooses_the_kind_of_model(tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "my model")
+    assert load(f"model.path='{folder}'").model.source == "local"
+    assert load("model.path=org/name").model.source == "hub"
+    monkeypatch.chdir(tmp_path)
+    assert load("model.path='my model'").model.source == "local"
+    assert load("model.path='./my model'").model.source == "local"
+    assert "./nowhere is no folder" in only_problem("model.path=./nowhere")
+    # whoever says model= means it
+    assert "model=tiny has no path" in only_problem("model=tiny", "model.path=org/name")
+    points = expand_points(["model.path=org/name,'./my model'"])
+    assert [load(*point.overrides).model.source for point in points] == ["hub", "local"]
+
+
+def test_a_run_is_named_after_the_model_that_a_path_names(tmp_path):
+    assert load("model.path=mlx-community/Qwen3-0.6B-4bit").run_name == "gigpo_recurring_Qwen3-0.6B-4bit"
+    assert load(f"model.path='{model_folder(tmp_path / 'my model')}/'").run_name == "gigpo_recurring_my-model"
+    assert load("model=qwen3_0_6b_4bit").run_name == "gigpo_recurring_qwen3_0_6b_4bit"
+    assert load().run_name == "gigpo_recurring_tiny"
+
+
+def test_a_hub_model_needs_a_name_and_takes_its_revision_apart():
+    assert "needs a name on the Hugging Face hub" in only_problem("model=hub")
+    assert "needs a name" in only_problem("model=hub", "model.path=a/b/c")
+    assert "Try model.path=org/name model.revision=abc" in only_problem("model=hub", "model.path='org/name@abc'")
+    assert load("model.path=org/name", "model.revision=abc").model.revision == "abc"
+    assert "only models of the hub" in only_problem("model.revision=abc")
+
+
+def test_quantised_weights_are_refused_for_full_training_before_they_are_loaded():
+    assert "Try adapter=lora" in only_problem("model.precision=4bit", "adapter=full")
+    assert "Try adapter=lora" in only_problem("model=smollm2_135m", "model.precision=stored", "adapter=full")
+    assert load("model=smollm2_135m", "adapter=full").optimizer.learning_rate == 1e-5
 
 
 def test_paths_and_shapes_belong_to_their_models():

@@ -12,11 +12,12 @@ from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.load import TINY, open_policy
+from mlxrl_runs.policy.precision import is_quantised, with_precision
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.score import score
 
 TINY_LORA = {
-    "name": "tiny", "path": None, "shape": None, "adapter": "lora", "seed": 0, "keep_reference": False, "rank": 4,
+    "source": "tiny", "path": None, "shape": None, "adapter": "lora", "seed": 0, "keep_reference": False, "rank": 4,
     "scale": 4.0,
 }  # fmt: skip
 PROMPT = mx.array([[7, 8, 9, 10, 11]])
@@ -125,30 +126,69 @@ def test_unknown_targets_are_refused_with_the_names_the_model_has():
         tiny(targets=["c_attn"])
 
 
-def test_full_training_of_quantised_weights_is_refused(tmp_path):
+def quantised_folder(path):
+    """The shipped model in 4 bits, as a folder, with its logits."""
     model, _ = mlx_lm.load(str(TINY))
     config = json.loads((TINY / "config.json").read_text())
     nn.quantize(model, group_size=32, bits=4)
     for file in TINY.iterdir():
         if file.suffix in (".json", ".jinja"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights_of(model))
-    opened = {"name": "local", "path": str(tmp_path), "shape": None, "seed": 0, "keep_reference": False}
-    with pytest.raises(ConfigError, match="adapter=full cannot train quantised weights"):
-        open_policy(adapter="full", **opened)
-    assert open_policy(adapter="lora", **opened).trainable_parameters > 0  # QLoRA: the float adapter learns
+            (path / file.name).write_bytes(file.read_bytes())
+    (path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
+    mx.save_safetensors(str(path / "model.safetensors"), weights_of(model))
+    return {"source": "local", "path": str(path), "shape": None, "seed": 0, "keep_reference": False}, model(PROMPT)
+
+
+def test_full_training_of_quantised_weights_is_refused(tmp_path):
+    folder, _ = quantised_folder(tmp_path)
+    with pytest.raises(ConfigError, match="adapter: got full"):
+        open_policy(adapter="full", **folder)
+    assert open_policy(adapter="lora", **folder).trainable_parameters > 0  # QLoRA: the float adapter learns
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4bit"])
+def test_a_precision_is_that_of_the_base_and_stays_close_to_it(precision):
+    policy = open_policy(**TINY_LORA, precision=precision)
+    base, _ = mlx_lm.load(str(TINY))
+    kinds = {array.dtype for name, array in weights_of(policy.model).items() if "lora" not in name}
+    assert kinds <= {{"float32": mx.float32, "bfloat16": mx.bfloat16, "4bit": mx.uint32}[precision], mx.float32}
+    assert is_quantised(policy.model) == (precision == "4bit")
+    difference = mx.abs(policy.model(PROMPT).astype(mx.float32) - base(PROMPT)).max().item()
+    low, high = {"float32": (0, 0), "bfloat16": (1e-4, 0.5), "4bit": (1e-2, 6)}[precision]  # of logits up to 17
+    assert low <= difference <= high
+    assert ("quantization" in policy.config) == (precision == "4bit")
+
+
+def test_a_quantised_base_becomes_float_when_asked_and_can_then_be_trained_whole(tmp_path):
+    folder, expected = quantised_folder(tmp_path)
+    whole = open_policy(**folder, adapter="full", precision="float32")
+    assert not is_quantised(whole.model) and "quantization" not in whole.config
+    assert mx.abs(whole.model(PROMPT) - expected).max().item() < 1e-3
+
+
+def test_4_bits_are_refused_where_groups_do_not_fit():
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    with pytest.raises(ConfigError, match=r"model\.precision: 4bit needs .* multiple of 64; layers\.1 has 96"):
+        with_precision(model, {}, "4bit")
+
+
+def test_end_marks_are_those_of_every_file(tmp_path):
+    for file in TINY.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    policy = open_policy(**TINY_LORA | {"source": "local", "path": str(tmp_path)})
+    assert policy.eos_ids == {0, 1, 5}  # 1: config.json and tokenizer
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
     with pytest.raises(ConfigError, match="cannot be opened by mlx-lm"):
-        open_policy(name="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
+        open_policy(source="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
 
 
 def test_random_models_are_drawn_from_the_seed_alone():
     draw = lambda seed: open_policy(
-        name="random", path=None, shape="1m", adapter="full", seed=seed, keep_reference=False
+        source="random", path=None, shape="1m", adapter="full", seed=seed, keep_reference=False
     )
     assert mx.array_equal(draw(1).model(PROMPT), draw(1).model(PROMPT))
     assert not mx.array_equal(draw(1).model(PROMPT), draw(2).model(PROMPT))

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.adapters import adapters_off, add_lora, save_adapter
+from mlxrl_runs.policy.precision import is_quantised, with_precision
 from mlxrl_runs.policy.shapes import SHAPES
-
-TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
+from mlxrl_runs.policy.smollm2 import converted
+from mlxrl_runs.policy.source import SMOLLM2_SHA256, TINY, Located, cache_folder, locate
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Policy:
     Attributes:
         model: mlx-lm's module; in `eval` mode except while a gradient is taken.
         eos_ids: tokens that end an action.
+        config: the model's config.json.
+        origin: what was opened.
         adapter_config: mlx-lm's adapter config, or None when every weight is trained.
         frozen: a copy of the starting weights, kept only when all weights are trained and a reference is needed.
     """
@@ -38,6 +41,7 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: frozenset[int]
     config: dict[str, Any]
+    origin: Located
     adapter_config: dict[str, object] | None = None
     frozen: nn.Module | None = None
 
@@ -115,34 +119,41 @@ class Policy:
 
 def open_policy(
     *,
-    name: str,
+    source: str,
     path: str | None,
     shape: str | None,
     adapter: str,
     seed: int,
     keep_reference: bool,
+    revision: str | None = None,
+    precision: str = "stored",
     rank: int = 8,
     scale: float = 10.0,
     dropout: float = 0.0,
     targets: str | Sequence[str] = "all",
 ) -> Policy:
-    """Load (`tiny`, `local`) or draw (`random`) a model and make it trainable.
+    """Load a model, or draw one, and make it trainable.
 
     Args:
+        source, path, revision: see `policy.source.locate`. shape: of a random model.
+        precision: "stored" (as in the files), "float32", "bfloat16" or "4bit".
         adapter: "lora" or "full".
         keep_reference: under full training, keep a frozen copy of the starting weights (adapters need none).
     Raises: ConfigError when the folder or the adapter's targets are wrong.
     """
-    policy = (
-        _random(shape or "", seed) if name == "random" else _from_folder(TINY if name == "tiny" else Path(path or ""))
-    )
+    origin = locate(source, path, revision)
+    policy = _random(shape or "", seed, origin) if source == "random" else _from_files(source, origin, precision)
+    policy.model, policy.config = with_precision(policy.model, policy.config, precision)
     if adapter == "lora":
         policy.adapter_config = add_lora(
             policy.model, rank=rank, scale=scale, dropout=dropout, targets=targets, seed=seed
         )
     else:
-        if any(isinstance(module, nn.QuantizedLinear) for _, module in policy.model.named_modules()):
-            raise ConfigError("adapter=full cannot train quantised weights; use adapter=lora or a float model")
+        if is_quantised(policy.model):
+            raise ConfigError(
+                "adapter: got full, which cannot train this model's quantised weights. "
+                "Try adapter=lora, or model.precision=bfloat16."
+            )
         policy.model.unfreeze()
         if keep_reference:
             policy.frozen = copy.deepcopy(policy.model)
@@ -153,17 +164,23 @@ def open_policy(
     return policy
 
 
-def _from_folder(folder: Path) -> Policy:
-    folder = folder.expanduser()
+def _from_files(source: str, origin: Located, precision: str) -> Policy:
+    if source == "smollm2":
+        folder = converted(
+            Path(origin.path), SMOLLM2_SHA256, "4bit" if precision == "stored" else precision, cache_folder()
+        )
+    else:
+        folder = cast(Path, origin.folder)
     try:
-        model, config = load_model(folder)
+        # lazily: weights that will be cast or quantised need not be read twice
+        model, config = load_model(folder, lazy=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"model.path={folder} cannot be opened by mlx-lm: {error}") from error
-    return Policy(model, tokenizer, _eos_ids(config, tokenizer), config)
+    return Policy(model, tokenizer, _eos_ids(folder, config, tokenizer), config, replace(origin, folder=folder))
 
 
-def _random(shape: str, seed: int) -> Policy:
+def _random(shape: str, seed: int, origin: Located) -> Policy:
     config = SHAPES[shape]
     model = Model(ModelArgs.from_dict(config))
     for number, (name, array) in enumerate(tree_flatten(model.parameters())):
@@ -172,10 +189,14 @@ def _random(shape: str, seed: int) -> Policy:
             scale = array.shape[-1] ** -0.5
             model.load_weights([(name, mx.random.normal(array.shape, scale=scale, key=key))], strict=False)
     tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
-    return Policy(model, tokenizer, frozenset({tokenizer.eos_token_id}), config)
+    return Policy(model, tokenizer, frozenset({tokenizer.eos_token_id}), config, origin)
 
 
-def _eos_ids(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = config.get("eos_token_id")
-    ids = set(configured if isinstance(configured, list) else [configured])
-    return frozenset((ids | {tokenizer.eos_token_id}) - {None})
+def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every end mark that the tokenizer or a file names: the loaded config has those of generation_config.json."""
+    stored = json.loads((folder / "config.json").read_text())
+    ids = {tokenizer.eos_token_id}
+    for named in (config, stored, stored.get("text_config", {})):
+        value = named.get("eos_token_id")
+        ids |= set(value if isinstance(value, list) else [value])
+    return frozenset(ids - {None})
