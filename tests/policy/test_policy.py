@@ -239,8 +239,8 @@ def test_h07_padding_changes_no_log_probability_of_any_turn():
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
     together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)
-    for row, trajectory in enumerate(trajectories):
-        alone, _ = action_logp(policy.model, collate([Group("one", (trajectory,))]), 1.0)
+    for row, episode in enumerate(trajectories):
+        alone, _ = action_logp(policy.model, collate([Group("one", (episode,))]), 1.0)
         assert mx.abs(together[row, : alone.shape[1]] - alone[0]).max().item() < 1e-5
 
 
