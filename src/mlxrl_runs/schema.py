@@ -198,7 +198,7 @@ class RunConfig(Settings):
     """One run, complete and resolved. Sections follow the groups of conf/.
 
     Attributes:
-        name: null means <algorithm>_<env>_<model>.
+        name: null means <algorithm>-<env>-<model>-G<group_size>-s<seed>.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
         checkpoint: what job=evaluate scores; null for the base model.
         algorithm, env: instances of the classes registered under the chosen names.
@@ -230,7 +230,8 @@ class RunConfig(Settings):
     def run_name(self) -> str:
         """The name a person reads."""
         parts = (self.algorithm, self.env, self.model)
-        return self.name or "_".join(str(getattr(part, "name")) for part in parts)  # noqa: B009 - a registered class's
+        names = [str(getattr(part, "name")) for part in parts]  # noqa: B009 - a registered class's
+        return self.name or "-".join([*names, f"G{self.group_size}", f"s{self.seed}"])
 
     def plain(self) -> dict[str, Any]:
         """Numbers, text, lists and dicts only: what config.yaml and the trackers get."""

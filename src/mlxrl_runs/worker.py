@@ -121,7 +121,8 @@ def _make_folder(config: RunConfig, job: Job) -> RunFolder:
     os.write(job.report, f"{folder.path}\n".encode())
     os.close(job.report)
     folder.write_text("config.yaml", _yaml(config.plain()))
-    folder.write_json("run.json", start_record(config.plain(), job.overrides, config_hash(config), job.sweep))
+    record = start_record(config.plain(), config.run_name, job.overrides, config_hash(config), job.sweep)
+    folder.write_json("run.json", record)
     if aside is not None:
         print(f"An earlier attempt at this point was moved to {aside}", file=sys.stderr)
     return folder
