@@ -32,6 +32,7 @@ class Policy:
         eos_ids: tokens that end an action.
         adapter_config: mlx-lm's adapter config, or None when every weight is trained.
         frozen: a copy of the starting weights, kept only when all weights are trained and a reference is needed.
+        folder: where the base was read from; None for weights that were drawn.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Policy:
     config: dict[str, Any]
     adapter_config: dict[str, object] | None = None
     frozen: nn.Module | None = None
+    folder: Path | None = None
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -157,7 +159,7 @@ def _from_folder(folder: Path) -> Policy:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"model.path={folder} cannot be opened by mlx-lm: {error}") from error
-    return Policy(model, tokenizer, _eos_ids(config, tokenizer), config)
+    return Policy(model, tokenizer, _eos_ids(config, tokenizer), config, folder=folder.resolve())
 
 
 def _random(shape: str, seed: int) -> Policy:
