@@ -1,6 +1,7 @@
 """The command line: `python -m mlxrl_runs [overrides]`. Light imports only: help and refusals come at once."""
 
 import argparse
+import difflib
 import io
 import os
 import sys
@@ -14,6 +15,8 @@ from mlxrl_runs.groups import conf_folder, group_choices
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+COMMANDS = ("ls", "show", "tail")
+HELP_COMMAND = "python -m mlxrl_runs --help"
 HYDRA_FLAGS = ("cfg", "info", "hydra_help", "shell_completion")
 HELP = """\
 Reinforcement learning of language models on MLX, run as experiments.
@@ -21,6 +24,10 @@ Reinforcement learning of language models on MLX, run as experiments.
 usage: python -m mlxrl_runs [KEY=VALUE ...]            train, evaluating before and after
        python -m mlxrl_runs job=evaluate [checkpoint=DIR]    score the model, or a checkpoint, on held-out tasks
        python -m mlxrl_runs -m KEY=A,B,C ...           one run for every combination
+       python -m mlxrl_runs ls                         runs, newest first: how far each came and what it reached
+       python -m mlxrl_runs show [RUN]                 one run in full; RUN: its folder or a part of its name
+       python -m mlxrl_runs tail [RUN] [-f]            its last steps; -f goes on until the run ends
+       python -m mlxrl_runs.export RUN_DIR [--fuse]    what mlx-lm opens: the adapter, or a whole model
 
 groups (GROUP=CHOICE)
 {groups}
@@ -55,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a letter ends no sweep
     try:
+        if words and _is_command(words[0]):
+            from mlxrl_runs import listing
+
+            return listing.main(words)
         arguments = _parse(words)
         config_dirs = [arguments.config_dir] if arguments.config_dir else []
         if arguments.help:
@@ -73,6 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
+def _is_command(word: str) -> bool:
+    """Whether the first word is a command and neither a flag nor an override.
+
+    Raises: ConfigError for a word that is nothing of all this.
+    """
+    if "=" in word or word.startswith(("-", "~")) or not word:
+        return False
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else "To change a key, write KEY=VALUE."
+        raise ConfigError(f"{word}: no such command; commands: {', '.join(COMMANDS)}. {hint} See: {HELP_COMMAND}")
+    return True
+
+
 def help_text(config_dirs: Sequence[str] = ()) -> str:
     lines = [
         f"  {group:<10} {', '.join(names)}" for group, names in group_choices(config_dirs).items() if len(names) > 1
@@ -82,7 +107,7 @@ def help_text(config_dirs: Sequence[str] = ()) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See: python -m mlxrl_runs --help")
+        raise ConfigError(f"{message}. See: {HELP_COMMAND}")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

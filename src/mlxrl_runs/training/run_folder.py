@@ -119,6 +119,7 @@ def start_record(
         "notes": config["notes"],
         "state": "running",
         "job": config["job"],
+        "steps": config["steps"],
         "pid": os.getpid(),
         "exit_code": None,
         "started_at": timestamp(),
