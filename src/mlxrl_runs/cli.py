@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError, MlxrlError
@@ -14,6 +15,8 @@ from mlxrl_runs.groups import conf_folder, group_choices
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from mlxrl_runs.config import RunConfig
 
 COMMANDS = ("ls", "show", "tail")
 HELP_COMMAND = "python -m mlxrl_runs --help"
@@ -23,6 +26,7 @@ Reinforcement learning of language models on MLX, run as experiments.
 
 usage: python -m mlxrl_runs [KEY=VALUE ...]            train, evaluating before and after
        python -m mlxrl_runs job=evaluate [checkpoint=DIR]    score the model, or a checkpoint, on held-out tasks
+       python -m mlxrl_runs job=doctor                 this machine, and what is wrong with it, for a bug report
        python -m mlxrl_runs -m KEY=A,B,C ...           one run for every combination
        python -m mlxrl_runs ls                         runs, newest first: how far each came and what it reached
        python -m mlxrl_runs show [RUN]                 one run in full; RUN: its folder or a part of its name
@@ -132,15 +136,36 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 _INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 
 
+class _NothingToRun(Exception):
+    """The composed config asks for a job that needs no worker."""
+
+    def __init__(self, config: "RunConfig"):
+        self.config = config
+
+
 def _run(overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
     from mlxrl_runs.supervise import supervise
 
     def composed() -> dict[str, Any]:
         from mlxrl_runs.config import compose_config, validate
 
-        return validate(compose_config(overrides, config_dirs)).plain()
+        config = validate(compose_config(overrides, config_dirs))
+        if config.job == "doctor":
+            raise _NothingToRun(config)
+        return config.plain()
 
-    return supervise(composed, overrides).exit_code
+    try:
+        return supervise(composed, overrides).exit_code
+    except _NothingToRun as ended:
+        return _doctor(ended.config)
+
+
+def _doctor(config: "RunConfig") -> int:
+    from mlxrl_runs.doctor import block, examine
+
+    output = Path(config.paths.output).expanduser().absolute()
+    print(block(examine(output, wants_wandb=config.tracking.name == "wandb")), end="")
+    return 0
 
 
 def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs: Sequence[str]) -> int:

@@ -31,6 +31,7 @@ OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 class Job(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
+    DOCTOR = "doctor"
 
 
 class ModelKind(StrEnum):
