@@ -170,6 +170,9 @@ def _doctor(config: "RunConfig") -> int:
 
 def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs: Sequence[str]) -> int:
     """Flags that Hydra answers by itself; nothing is run."""
+    asked = arguments.shell_completion and any(word.startswith("query=") for word in words)
+    if asked and _completes_commands(os.environ.get("COMP_LINE", "")):
+        return 0
     import hydra
 
     if arguments.cfg and not arguments.multirun:
@@ -186,6 +189,23 @@ def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs
     finally:
         sys.argv = before
     return 0
+
+
+def _completes_commands(line: str) -> bool:
+    """Print the commands that a line may begin with, or what follows one; true when that is all there is to say.
+
+    Args: line: what was typed up to now; Hydra completes groups and keys in it.
+    """
+    before = line.split() if line.endswith(" ") else line.split()[:-1]
+    if len(before) < 2:
+        print("\n".join(COMMANDS))
+        return False
+    if before[1] not in COMMANDS:
+        return False
+    from mlxrl_runs.listing import completions
+
+    print("\n".join(completions(before[1])))
+    return True
 
 
 def _nothing(config: "DictConfig") -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.runs import SUCCESS, Run, find_run, read_run, run_folders
+from mlxrl_runs.runs import SUCCESS, Run, find_run, read_run, run_folders, run_name
 
 LISTED = 20  # runs, unless -n or --all says otherwise
 TAILED = 10  # lines
@@ -60,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     for command in (ls, show, tail):
         command.add_argument("--output", default="outputs", metavar="DIR", help="where runs were written (outputs)")
     return parser
+
+
+def completions(command: str) -> list[str]:
+    """Words that may follow a command: its flags, and the names of runs for those that take one."""
+    [choices] = [action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    flags = [flag for action in choices[command]._actions for flag in action.option_strings]
+    if command == "ls":
+        return flags
+    folders = run_folders("outputs")
+    return [*flags, *dict.fromkeys(word for folder in folders for word in (folder.name, run_name(folder)))]
 
 
 def _count(text: str) -> int:

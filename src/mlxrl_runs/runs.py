@@ -120,7 +120,7 @@ def read_run(folder: Path, output: str | Path) -> Run:
     trains = record.get("job") == "train"
     root = Path(output).expanduser().absolute()
     return Run(
-        name=_name(folder, record),
+        name=run_name(folder),
         folder=folder,
         place=str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder),
         state=_state(folder, record),
@@ -153,7 +153,9 @@ def _score(evaluation: dict[str, Any], when: str, score: str) -> float | None:
     return ((evaluation.get(when) or {}).get("sampled") or {}).get(score)
 
 
-def _name(folder: Path, record: dict[str, Any]) -> str:
+def run_name(folder: Path) -> str:
+    """The name a person reads."""
+    record = _record(folder)
     own = folder.name.partition("_")[2] or folder.name  # behind the time, or behind a point's hash
     return f"{record['sweep']}/{own}" if record.get("sweep") else str(record.get("name") or own)
 
@@ -209,7 +211,7 @@ def find_run(output: str | Path, wanted: str | None) -> Path:
     if wanted is None:
         return folders[0]
     places = {folder: f"{folder.parent.name}/{folder.name}" for folder in folders}
-    names = {folder: _name(folder, _record(folder)) for folder in folders}
+    names = {folder: run_name(folder) for folder in folders}
     fitting = [folder for folder, place in places.items() if wanted in place or wanted in names[folder]]
     if not fitting:
         near = difflib.get_close_matches(wanted, names.values(), n=1, cutoff=0.5)
