@@ -16,7 +16,7 @@ from mlxrl_runs.core.files import written_aside
 from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import MlxrlError
-from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
+from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
 MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
@@ -119,11 +119,7 @@ class Run:
 
     def _open_policy(self) -> Policy:
         config, adapter, model = self.config, self.config.adapter, self.config.model
-        lora: dict[str, Any] = (
-            {"rank": adapter.rank, "scale": adapter.scale, "dropout": adapter.dropout, "targets": adapter.targets}
-            if isinstance(adapter, LoraAdapter)
-            else {}
-        )
+        low_rank = {} if isinstance(adapter, FullAdapter) else adapter.model_dump(mode="json", exclude={"name"})
         return open_policy(
             source=model.source,
             path=model.path,
@@ -132,8 +128,8 @@ class Run:
             precision=model.precision,
             adapter=adapter.name,
             seed=config.seed,
-            keep_reference=self.algorithm.needs_reference or config.tracking.kl_every > 0,
-            **lora,
+            keep_reference=self._compares,
+            **low_rank,
         )
 
     def record_machine(self, limits: Mapping[str, float]) -> None:
@@ -155,6 +151,17 @@ class Run:
             },
         )
 
+    def _fix_reference(self) -> None:
+        reference = self.policy.fix_reference()
+        self.folder.update(reference=reference)
+        if self._compares:
+            self.console.print(f"reference of kl/reference: {reference}")
+
+    @property
+    def _compares(self) -> bool:
+        """Whether anything asks for the reference policy."""
+        return self.algorithm.needs_reference or self.config.tracking.kl_every > 0
+
     def _model_record(self) -> dict[str, str | None]:
         """What was opened; a commit that main stood for is told, so that it can be pinned."""
         origin, asked = self.policy.origin, self.config.model
@@ -170,6 +177,7 @@ class Run:
     def train(self) -> dict[str, Any]:
         """job=train: evaluate, train, evaluate, save."""
         trainer = self._trainer()
+        self._fix_reference()
         with self._closing(trainer.evaluations, trainer) as summary:
             trainer.train()
         return summary
@@ -297,7 +305,7 @@ class Run:
     @property
     def _weights(self) -> Path:
         """Where the final weights go."""
-        return self.folder.path / ("adapters" if isinstance(self.config.adapter, LoraAdapter) else "model")
+        return self.folder.path / ("model" if isinstance(self.config.adapter, FullAdapter) else "adapters")
 
     def _record(self) -> RunRecord:
         config = self.config
