@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.batch import Batch, collate
+from mlxrl_runs.core.protocols import Scorer
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory, Turn
 from mlxrl_runs.policy.adapters import ADAPTER_LEAVES
@@ -29,9 +30,9 @@ ENVIRONMENTS = ["arithmetic", "recurring"]
 
 def settings(group: str, name: str, **changes: Any) -> Any:
     """The class registered under `name`, with its yaml's values and some changed."""
-    kinds = {"algorithm": registry.algorithm, "env": registry.environment}
+    kinds = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
     values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    return kinds[group].get(name).model_validate(values | changes)
+    return kinds[group].get(values["name"]).model_validate(values | changes)
 
 
 def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
@@ -48,9 +49,9 @@ def base_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def engine_of(policy: Policy, mode: str = "batched", **limits: Any) -> RolloutEngine:
-    limits = {"max_completion_tokens": 16} | limits
-    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(**limits), mode=mode)
+def engine_of(policy: Policy, mode: str = "batched", scorer: Scorer | None = None, **limits: Any) -> RolloutEngine:
+    bounds = Limits(**{"max_completion_tokens": 16} | limits)
+    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, bounds, mode=mode, scorer=scorer)
 
 
 def some_requests(

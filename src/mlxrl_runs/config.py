@@ -73,7 +73,8 @@ CHOICES: Mapping[str, Mapping[str, type[Settings]]] = {
     "optimizer": {"adam": AdamSettings, "adamw": AdamWSettings},
     "tracking": {"wandb": WandbTracking, "jsonl": JsonlTracking},
 }
-REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment}
+REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
+IN_PARTS = ("reward",)  # sections of several parts, each under a label of its own
 
 
 def config_hash(config: RunConfig) -> str:
@@ -102,6 +103,11 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     for name, value in plain.items():
         if name not in RunConfig.model_fields:
             found += _unknown(name, value, wording.known_keys(RunConfig) + _section_keys(plain))
+        elif name in IN_PARTS:
+            labelled, lines = _check_parts(name, value)
+            found += lines
+            if labelled is not None:
+                parts[name] = labelled
         elif name in SECTIONS or name in CHOICES or name in REGISTRIES:
             section, lines = _check_section(name, value)
             found += lines
@@ -113,6 +119,16 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
             parts[name] = value
     config, lines = _check_top_level(parts, plain)
     return config, found + lines + _disagreements(parts)
+
+
+def _check_parts(name: str, value: Any) -> tuple[dict[str, Settings] | None, list[str]]:
+    """A section whose keys are labels, each with a section under the schema that its `name` chooses."""
+    if not isinstance(value, Mapping) or not value:
+        return None, [f"{name}: got {wording.shown(value)}; at least one part is needed. Try {name}=environment."]
+    checked = {label: _check_section(f"{name}.{label}", part) for label, part in value.items()}
+    lines = [line for _, found in checked.values() for line in found]
+    sections = {label: section for label, (section, _) in checked.items() if section is not None}
+    return sections if len(sections) == len(value) else None, lines
 
 
 def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
@@ -137,6 +153,7 @@ def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
 
 
 def _schema_of(section: str, value: Mapping[str, Any]) -> type[Settings]:
+    section = section.split(".")[0]
     if section in SECTIONS:
         return SECTIONS[section]
     chosen = str(value.get("name"))
@@ -210,6 +227,16 @@ def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
     return [
         f"group_size: got {group_size}; algorithm={algorithm.name} compares the episodes of a task with one another "
         f"and needs at least {minimum}. Try group_size={max(minimum, 4)}."
+    ]
+
+
+def _rewards_have_an_answer(reward: Mapping[str, Any], env: Any) -> list[str]:
+    needing = [label for label, part in reward.items() if part.needs_answer]
+    if not needing or getattr(env, "gives_answers", True):
+        return []
+    return [
+        f"reward.{needing[0]}: compares with a right answer, and env={env.name} has none. "
+        "Try env=arithmetic, or reward=environment."
     ]
 
 
@@ -316,6 +343,7 @@ def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
+    (("reward", "env"), _rewards_have_an_answer),
     (("job", "checkpoint"), _checkpoint_is_for_evaluation),
     (("model",), _model_source),
     (("model", "adapter"), _quantised_weights_are_not_trained),
@@ -483,7 +511,9 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
         elif key == "hydra.mode":
             found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
         elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
-            found.append(wording.unknown_choice(key, override.value(), choices[key]))
+            given = override.value() if isinstance(override.value(), list) else [override.value()]
+            wrong = next(one for one in given if not _is_choice(one, choices[key]))
+            found.append(wording.unknown_choice(key, wrong, choices[key]))
         elif key in set(choices) - _default_groups() and not (override.is_add() or override.is_force_add()):
             found.append(f"{key}: no part of a run unless it is added. Try +{override.input_line}")
     return found
@@ -495,6 +525,8 @@ def _default_groups() -> set[str]:
 
 
 def _is_choice(value: Any, names: Sequence[str]) -> bool:
+    if isinstance(value, list):
+        return all(_is_choice(one, names) for one in value)
     return isinstance(value, str) and (value.removesuffix(".yaml") in names or "/" in value)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
+from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
 
 
@@ -199,6 +200,36 @@ class MemorySettings(Settings):
     wired_limit_gib: NonNegative | None
 
 
+class WarmStart(Settings):
+    """A short supervised start on examples the environment makes itself.
+
+    Attributes:
+        steps: optimizer steps, 0 for none.
+        examples_per_step: episodes of one step, of training tasks.
+        learning_rate: null for that of the optimizer section.
+        actions: what they show: the best actions, or well-formed ones drawn at random, which teach the form alone.
+    """
+
+    steps: Count
+    examples_per_step: PositiveInt
+    learning_rate: Positive | None
+    actions: Literal["oracle", "random"]
+
+
+class CollapseGuard(Settings):
+    """When training has done more harm than good, and is stopped with the best checkpoint kept.
+
+    Attributes:
+        enabled: look at all.
+        window_steps: steps that the running success of the sampled episodes is averaged over.
+        lost_share: stop when it has lost more than this share of its best.
+    """
+
+    enabled: bool
+    window_steps: PositiveInt
+    lost_share: OpenShare
+
+
 class TrainerSettings(Settings):
     """Attributes: evaluation_rows: episodes decoded together; *_every: steps, 0 for never in between."""
 
@@ -207,6 +238,8 @@ class TrainerSettings(Settings):
     evaluation_rows: PositiveInt
     save_every: Count
     max_nonfinite_updates: Count
+    warm_start: WarmStart
+    collapse_guard: CollapseGuard
 
 
 class WandbTracking(Settings):
@@ -249,6 +282,7 @@ class RunConfig(Settings):
         name: null means <algorithm>_<env>_<model>.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
         checkpoint: what job=evaluate scores; null for the base model.
+        reward: its parts, by the label they are logged under.
         algorithm, env: instances of the classes registered under the chosen names.
     """
 
@@ -265,6 +299,7 @@ class RunConfig(Settings):
     model: ModelSettings
     adapter: LoraAdapter | DoraAdapter | FullAdapter
     env: SerializeAsAny[Settings]
+    reward: Annotated[dict[str, SerializeAsAny[RewardPart]], Field(min_length=1)]
     rollout: RolloutSettings
     algorithm: SerializeAsAny[Settings]
     memory: MemorySettings

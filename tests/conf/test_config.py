@@ -13,6 +13,10 @@ NEEDS_MORE = {  # choices that cannot stand alone, with what they need
     ("model", "local"): ["model.path=MODEL_FOLDER"],
     ("model", "hub"): ["model.path=org/name"],
     ("env", "python"): ["env.file=PYTHON_FILE"],
+    ("reward", "exact"): ["env=arithmetic"],
+    ("reward", "numeric"): ["env=arithmetic"],
+    ("reward", "file"): ["reward.file.path=PYTHON_FILE"],
+    ("reward", "regex"): ["reward.regex.pattern=a+"],
 }
 EVERY_CHOICE = [(group, name) for group, names in group_choices().items() for name in names]
 
@@ -52,7 +56,7 @@ def test_every_yaml_composes_and_passes(group, name, tmp_path):
     for placeholder, path in places.items():
         more = [override.replace(placeholder, path) for override in more]
     config = load(f"{group}={name}", *more)
-    section = config.plain()[group]
+    section = config.plain().get(group, {})  # an experiment leaves no section of its own
     assert section.get("name", name) == name
 
 
@@ -131,11 +135,20 @@ def test_a_users_own_group_folder_is_searched(tmp_path):
 
 
 def test_a_group_of_the_users_own_is_added(tmp_path):
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "short.yaml").write_text("# @package _global_\nsteps: 3\n")
+    assert load("+preset=short", config_dirs=(tmp_path,)).steps == 3
+    with pytest.raises(ConfigError, match=r"Try \+preset=short"):
+        load("preset=short", config_dirs=(tmp_path,))
+
+
+def test_an_experiment_of_the_users_own_is_chosen_like_ours(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\nsteps: 3\n")
-    assert load("+experiment=short", config_dirs=(tmp_path,)).steps == 3
-    with pytest.raises(ConfigError, match=r"Try \+experiment=short"):
-        load("experiment=short", config_dirs=(tmp_path,))
+    (tmp_path / "experiment" / "short.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /env: arithmetic\n  - override /reward: [numeric]\nsteps: 3\n"
+    )
+    config = load("experiment=short", "group_size=6", config_dirs=(tmp_path,))
+    assert (config.steps, config.group_size, config.env.name, list(config.reward)) == (3, 6, "arithmetic", ["numeric"])
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -39,16 +39,20 @@ class ChatFormat:
         self._decode = lru_cache(REMEMBERED)(self._decode_now)
         self._before_first, self._after_first, self._before_next, self._after_next = _pieces(tokenizer, thinking)
 
-    def first(self, observation: str) -> Context:
-        """The prompt."""
-        return self._encode(self._before_first, observation, self._after_first)
+    def first(self, observation: str, prefix: str = "") -> Context:
+        """The prompt. `prefix` is what the answer begins with: read by the model, never trained."""
+        return self._encode(self._before_first, observation, self._after_first + prefix)
 
-    def next(self, observation: str, ended_with_eos: bool) -> Context:
+    def next(self, observation: str, ended_with_eos: bool, prefix: str = "") -> Context:
         """What follows an action. The end mark of the action is added unless the policy wrote it itself."""
         before = self._before_next
         if ended_with_eos:
             before = before.removeprefix(self._tokenizer.eos_token)
-        return self._encode(before, observation, self._after_next)
+        return self._encode(before, observation, self._after_next + prefix)
+
+    def action_tokens(self, text: str) -> list[int]:
+        """What a policy that writes `text` and ends there has sampled."""
+        return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
 
     def action_text(self, action: list[int]) -> str:
         """What the environment reads: special tokens left out."""

@@ -1,6 +1,7 @@
 """Checkpoints: everything a run is at the end of a step, complete only once its manifest exists."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class Checkpoints:
 
     def save(self, step: int, policy: Policy, updater: Updater, progress: dict[str, Any]) -> Path:
         """Write aside, sync, name the files with sizes and hashes in the manifest, rename."""
-        final = self.folder / "checkpoints" / f"step_{step:06d}"
+        final = self._of(step)
         if (final / MANIFEST).is_file():
             return final
         state = {"step": step, "optimizer_updates": updater.updates, "updates_skipped": updater.skipped, **progress}
@@ -34,3 +35,10 @@ class Checkpoints:
             (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
             write_manifest(aside)
         return final
+
+    def remove(self, step: int) -> None:
+        """Forget a checkpoint that a better one has taken the place of."""
+        shutil.rmtree(self._of(step), ignore_errors=True)
+
+    def _of(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:06d}"
