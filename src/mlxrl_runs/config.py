@@ -26,6 +26,7 @@ from mlxrl_runs.schema import (
     AdamWSettings,
     Budget,
     DebugSettings,
+    DoraAdapter,
     FullAdapter,
     Job,
     JsonlTracking,
@@ -60,6 +61,7 @@ __all__ = [
 
 CONFIG_NAME = "config"
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NOT_PART_OF_THE_EXPERIMENT = ("name", "tags", "notes", "tracking", "paths")
 SECTIONS: Mapping[str, type[Settings]] = {
@@ -67,7 +69,7 @@ SECTIONS: Mapping[str, type[Settings]] = {
     "trainer": TrainerSettings, "debug": DebugSettings, "paths": PathSettings,
 }  # fmt: skip
 CHOICES: Mapping[str, Mapping[str, type[Settings]]] = {
-    "adapter": {"lora": LoraAdapter, "full": FullAdapter},
+    "adapter": {"lora": LoraAdapter, "dora": DoraAdapter, "full": FullAdapter},
     "optimizer": {"adam": AdamSettings, "adamw": AdamWSettings},
     "tracking": {"wandb": WandbTracking, "jsonl": JsonlTracking},
 }
@@ -308,6 +310,18 @@ def _model_folder(path: str | None) -> list[str]:
     ]
 
 
+def _initial_adapter_is_there(adapter: Any) -> list[str]:
+    if adapter.name == "full" or adapter.init is None:
+        return []
+    missing = [name for name in ADAPTER_FILES if not (Path(adapter.init).expanduser() / name).is_file()]
+    if not missing:
+        return []
+    return [
+        f"adapter.init: {adapter.init} has no {' and no '.join(missing)}; allowed: the folder of a saved adapter. "
+        "Try adapter.init=outputs/latest/adapters, or adapter.init=null."
+    ]
+
+
 def _episode_holds_a_turn(rollout: RolloutSettings) -> list[str]:
     if rollout.max_completion_tokens < rollout.max_episode_tokens:
         return []
@@ -333,6 +347,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("job", "checkpoint"), _checkpoint_is_for_evaluation),
     (("model",), _model_source),
     (("model", "adapter"), _quantised_weights_are_not_trained),
+    (("adapter",), _initial_adapter_is_there),
     (("rollout",), _episode_holds_a_turn),
     (("memory",), _wired_memory_is_metals),
 )

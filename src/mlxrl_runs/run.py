@@ -19,7 +19,7 @@ from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord, S
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import MlxrlError
-from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
+from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
 MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
@@ -109,11 +109,7 @@ def fresh_memory() -> None:
 def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
     """The policy a run of this config starts with."""
     adapter, model = config.adapter, config.model
-    lora: dict[str, Any] = (
-        {"rank": adapter.rank, "scale": adapter.scale, "dropout": adapter.dropout, "targets": adapter.targets}
-        if isinstance(adapter, LoraAdapter)
-        else {}
-    )
+    low_rank = {} if isinstance(adapter, FullAdapter) else adapter.model_dump(mode="json", exclude={"name"})
     return open_policy(
         source=model.source,
         path=model.path,
@@ -123,7 +119,7 @@ def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
         adapter=adapter.name,
         seed=config.seed,
         keep_reference=keep_reference,
-        **lora,
+        **low_rank,
     )
 
 
@@ -164,9 +160,7 @@ class Run:
             tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
         )
         rollout = self.config.rollout
-        self.policy = open_policy_of(
-            self.config, keep_reference=self.algorithm.needs_reference or self.config.tracking.kl_every > 0
-        )
+        self.policy = open_policy_of(self.config, keep_reference=self._compares)
         small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
@@ -221,6 +215,18 @@ class Run:
                 **limits,
             },
         )
+
+    def _fix_reference(self) -> None:
+        """What the policy is compared with, told and recorded."""
+        reference = self.policy.fix_reference()
+        self.folder.update(reference=reference)
+        if self._compares:
+            self.console.print(f"reference of kl/reference: {reference}", highlight=False, soft_wrap=True)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether anything asks for the reference policy."""
+        return self.algorithm.needs_reference or self.config.tracking.kl_every > 0
 
     def _model_record(self) -> dict[str, str | None]:
         """What was opened; a commit that main stood for is told, so that it can be pinned."""
@@ -372,6 +378,7 @@ class Run:
             micro_batch_rows=config.memory.micro_batch_size,
             stop=self.stop,
             say=self._say,
+            fix_reference=self._fix_reference,
             warm_starter=self._warm_starter(),
             guard=CollapseGuard(guard.window_steps, guard.lost_share) if guard.enabled else None,
             callbacks=self.callbacks,

@@ -80,6 +80,7 @@ class LearningRates(Settings):
     """By adapter; 0 measures without learning."""
 
     lora: NonNegative
+    dora: NonNegative
     full: NonNegative
 
 
@@ -118,14 +119,33 @@ class ModelSettings(Settings):
         return re.sub(r"[^\w.-]+", "-", last).strip("-") or self.name
 
 
-class LoraAdapter(Settings):
-    """Attributes: scale: mlx-lm's, alpha / rank already multiplied; targets: "all", or suffixes of layer names."""
+class Reference(StrEnum):
+    START = "start"
+    BASE = "base"
 
-    name: Literal["lora"]
+
+class _LowRankAdapter(Settings):
+    """Attributes: scale: mlx-lm's, alpha / rank already multiplied; targets: "auto", "all", or suffixes of layer names.
+
+    init: folder of a saved adapter to start from; reference: what KL compares with, the starting policy or the base.
+    """
+
     rank: PositiveInt
     scale: Positive
     dropout: Share
-    targets: Literal["all"] | Annotated[tuple[Text, ...], Field(min_length=1)]
+    targets: Literal["auto", "all"] | Annotated[tuple[Text, ...], Field(min_length=1)]
+    init: Annotated[Text | None, AfterValidator(_settled)]
+    reference: Reference
+
+
+class LoraAdapter(_LowRankAdapter):
+    name: Literal["lora"]
+
+
+class DoraAdapter(_LowRankAdapter):
+    """LoRA with a trained magnitude per output."""
+
+    name: Literal["dora"]
 
 
 class FullAdapter(Settings):
@@ -278,7 +298,7 @@ class RunConfig(Settings):
     budget: Budget
     checkpoint: Annotated[Text | None, AfterValidator(_settled)]
     model: ModelSettings
-    adapter: LoraAdapter | FullAdapter
+    adapter: LoraAdapter | DoraAdapter | FullAdapter
     env: SerializeAsAny[Settings]
     reward: Annotated[dict[str, SerializeAsAny[RewardPart]], Field(min_length=1)]
     rollout: RolloutSettings

@@ -387,6 +387,16 @@ def test_a_hub_model_needs_a_name_and_takes_its_revision_apart():
     assert "only models of the hub" in only_problem("model.revision=abc")
 
 
+def test_an_initial_adapter_must_be_there_and_only_low_rank_adapters_have_one(tmp_path):
+    assert "has no adapters.safetensors and no adapter_config.json" in only_problem(f"adapter.init={tmp_path}")
+    assert "the chosen adapter has no such key" in only_problem("adapter=full", f"adapter.init={tmp_path}")
+    (tmp_path / "adapters.safetensors").touch()
+    (tmp_path / "adapter_config.json").touch()
+    config = load("adapter=dora", f"adapter.init={tmp_path}", "adapter.reference=base")
+    assert (config.adapter.init, config.adapter.reference) == (str(tmp_path), "base")
+    assert "start" in only_problem("adapter.reference=begin")
+
+
 def test_quantised_weights_are_refused_for_full_training_before_they_are_loaded():
     assert "Try adapter=lora" in only_problem("model.precision=4bit", "adapter=full")
     assert "Try adapter=lora" in only_problem("model=smollm2_135m", "model.precision=stored", "adapter=full")
@@ -466,8 +476,9 @@ def test_points_are_every_combination_in_order():
 
 
 def test_a_glob_takes_choices_and_an_empty_one_is_refused():
-    assert [point.swept for point in expand_points(["adapter=glob(*)"])] == [("adapter=full",), ("adapter=lora",)]
-    with pytest.raises(ConfigError, match=r"adapter: glob\(zz\*\) matches nothing; choices: full, lora"):
+    every = [(f"adapter={name}",) for name in ("dora", "full", "lora")]
+    assert [point.swept for point in expand_points(["adapter=glob(*)"])] == every
+    with pytest.raises(ConfigError, match=r"adapter: glob\(zz\*\) matches nothing; choices: dora, full, lora"):
         expand_points(["adapter=glob(zz*)"])
 
 

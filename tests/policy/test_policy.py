@@ -75,7 +75,6 @@ def test_under_full_training_the_reference_is_a_frozen_copy():
     shake(policy)
     with policy.reference() as reference:
         assert mx.array_equal(reference(PROMPT), before)
-        assert not tree_flatten(reference.trainable_parameters())
     assert not mx.array_equal(policy.model(PROMPT), before)
 
 
@@ -112,7 +111,7 @@ def test_saved_weights_come_back_and_those_of_another_shape_are_refused(tmp_path
         tiny(targets=["q_proj"]).load_weights(tmp_path)
     # same shapes, another policy: seen in use, success .02 -> 0 and exit 0
     rescaled = open_policy(**TINY_LORA | {"scale": 1.0})
-    with pytest.raises(ConfigError, match=r"adapter\.scale is 1\.0, the checkpoint's is 4\.0"):
+    with pytest.raises(ConfigError, match=r"adapter\.scale is 1\.0, the saved one's is 4\.0"):
         rescaled.load_weights(tmp_path)
     weights = (tmp_path / "adapters.safetensors").read_bytes()
     (tmp_path / "adapters.safetensors").write_bytes(weights[:1000])

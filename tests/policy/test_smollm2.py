@@ -5,7 +5,9 @@ from importlib.util import find_spec
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 
+from building import base_hash, one_turn_batch, settings, updater_of
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import open_policy
 
@@ -54,3 +56,12 @@ def test_its_chat_has_no_system_turn_unless_one_is_given(opened):
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     given = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat_template(given, tokenize=False).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+def test_its_4_bit_base_trains_its_adapter_changes_and_its_hash_does_not(opened):
+    policy, algorithm = opened("4bit"), settings("algorithm", "grpo")
+    frozen, before = base_hash(policy.model), dict(tree_flatten(policy.model.trainable_parameters()))
+    updater_of(policy).update(algorithm, algorithm.credit(one_turn_batch([[1.0, 0.0]])))
+    after = dict(tree_flatten(policy.model.trainable_parameters()))
+    assert any(not mx.array_equal(before[name], after[name]) for name in before)
+    assert base_hash(policy.model) == frozen

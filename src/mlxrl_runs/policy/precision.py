@@ -37,7 +37,9 @@ def with_precision(model: nn.Module, config: dict[str, Any], precision: str) -> 
 
 
 def _in_4_bits(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    bits = {module.bits for _, module in model.named_modules() if isinstance(module, QUANTISED)}
+    # an embedding may keep more bits, as SmolLM2's does
+    linear = (nn.QuantizedLinear, QuantizedSwitchLinear)
+    bits = {module.bits for _, module in model.named_modules() if isinstance(module, linear)}
     if bits == {4}:
         return model, config
     model, config = dequantize_model(model), _without_quantization(config)

@@ -99,6 +99,7 @@ class Trainer:
     micro_batch_rows: int
     stop: StopRequest
     say: Callable[[str], None]
+    fix_reference: Callable[[], None]
     warm_starter: WarmStarter | None = None
     guard: CollapseGuard | None = None
     callbacks: Sequence[StepCallback] = ()
@@ -134,7 +135,7 @@ class Trainer:
             self.say(f"warm start: cross-entropy {losses[0]:.3f} -> {losses[-1]:.3f} nats per token")
             evaluation = self.evaluations["warm_start"] = self._evaluate("after the warm start")
             metrics |= warm_start_metrics(losses, evaluation)
-        self.policy.fix_reference()
+        self.fix_reference()
         if warning := lack_of_signal(evaluation["sampled"], self.experience.group_size):
             self.say(warning)
         if self.guard is not None:
