@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     policy = open_policy(
-        name=arguments.model, path=None, shape=arguments.shape, adapter=arguments.adapter, seed=0, keep_reference=False,
-        rank=16,
+        source=arguments.model, path=None, shape=arguments.shape, adapter=arguments.adapter, seed=0,
+        keep_reference=False, rank=16,
     )  # fmt: skip
     if policy.hidden_size < backend.SHARED_BLAS_FROM:
         backend.use_blas_threads(BACKEND, 1)

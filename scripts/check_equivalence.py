@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     backend.use_blas_threads(BACKEND, 1)
-    policy = open_policy(name="tiny", path=None, shape=None, adapter="lora", seed=0, keep_reference=False, rank=16)
+    policy = open_policy(source="tiny", path=None, shape=None, adapter="lora", seed=0, keep_reference=False, rank=16)
     result = measure(policy, arguments.tokens)
     print(
         f"{result['tokens']:,} sampled tokens compared on {BACKEND.name}: {result['ties']} ties under {TIE:g}, "

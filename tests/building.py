@@ -1,15 +1,21 @@
 """Small things many tests build: settings from the yamls, policies, engines, hand-made trajectories."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import yaml
+from mlx.utils import tree_flatten
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.batch import Batch, collate
+from mlxrl_runs.core.protocols import Scorer
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory, Turn
+from mlxrl_runs.policy.adapters import ADAPTER_LEAVES
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
 from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
@@ -24,28 +30,28 @@ ENVIRONMENTS = ["arithmetic", "recurring"]
 
 def settings(group: str, name: str, **changes: Any) -> Any:
     """The class registered under `name`, with its yaml's values and some changed."""
-    kinds = {"algorithm": registry.algorithm, "env": registry.environment}
+    kinds = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
     values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    return kinds[group].get(name).model_validate(values | changes)
+    return kinds[group].get(values["name"]).model_validate(values | changes)
 
 
 def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
-    return open_policy(
-        name="tiny",
-        path=None,
-        shape=None,
-        adapter=adapter,
-        seed=seed,
-        keep_reference=True,
-        rank=4,
-        scale=4.0,
-        **changes,
-    )
+    options: dict[str, Any] = {"source": "tiny", "path": None, "shape": None, "rank": 4, "scale": 4.0}
+    return open_policy(adapter=adapter, seed=seed, keep_reference=True, **(options | changes))
 
 
-def engine_of(policy: Policy, mode: str = "batched", **limits: Any) -> RolloutEngine:
-    limits = {"max_completion_tokens": 16} | limits
-    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(**limits), mode=mode)
+def base_hash(model: nn.Module) -> str:
+    """Of every weight that is no adapter's."""
+    digest = hashlib.sha256()
+    for name, array in sorted(tree_flatten(model.parameters())):
+        if name.rsplit(".", 1)[-1] not in ADAPTER_LEAVES:
+            digest.update(name.encode() + bytes(memoryview(mx.view(array, mx.uint8))))
+    return digest.hexdigest()
+
+
+def engine_of(policy: Policy, mode: str = "batched", scorer: Scorer | None = None, **limits: Any) -> RolloutEngine:
+    bounds = Limits(**{"max_completion_tokens": 16} | limits)
+    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, bounds, mode=mode, scorer=scorer)
 
 
 def some_requests(

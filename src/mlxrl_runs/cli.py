@@ -51,7 +51,7 @@ every key with its value: python -m mlxrl_runs --cfg job
 
 examples
   python -m mlxrl_runs algorithm=gigpo env=recurring group_size=4
-  python -m mlxrl_runs model=local model.path=DIR adapter.rank=8 tracking=jsonl
+  python -m mlxrl_runs model.path=DIR adapter.rank=8 tracking=jsonl
   python -m mlxrl_runs -m group_size=4,8 seed=0,1 name=my_sweep
 
 flags: -m --multirun, --config-dir DIR (your own groups), --cfg job|hydra|all, --info, --hydra-help, --shell-completion
@@ -176,10 +176,12 @@ def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs
     import hydra
 
     if arguments.cfg and not arguments.multirun:
-        from mlxrl_runs.config import as_typed, compose_config
+        from mlxrl_runs.config import as_typed, compose_config, implied_model
 
         compose_config(arguments.overrides, config_dirs)  # our message for what cannot be composed
+        place = words.index(arguments.overrides[0]) if arguments.overrides else 0  # argparse wants them side by side
         words = [word if word.startswith("-") else as_typed([word])[0] for word in words]
+        words[place:place] = implied_model(as_typed(arguments.overrides))
     application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(_nothing)
     before, sys.argv = sys.argv, ["mlxrl-runs", *words]
     try:

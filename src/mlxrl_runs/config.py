@@ -26,14 +26,16 @@ from mlxrl_runs.schema import (
     AdamWSettings,
     Budget,
     DebugSettings,
+    DoraAdapter,
     FullAdapter,
     Job,
     JsonlTracking,
     LoraAdapter,
     MemorySettings,
-    ModelKind,
     ModelSettings,
+    ModelSource,
     PathSettings,
+    Precision,
     RolloutSettings,
     RunConfig,
     TrainerSettings,
@@ -51,6 +53,7 @@ __all__ = [
     "compose_config",
     "config_hash",
     "expand_points",
+    "implied_model",
     "own_hydra",
     "shown_override",
     "validate",
@@ -58,17 +61,20 @@ __all__ = [
 
 CONFIG_NAME = "config"
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NOT_PART_OF_THE_EXPERIMENT = ("name", "tags", "notes", "tracking", "paths")
 SECTIONS: Mapping[str, type[Settings]] = {
     "budget": Budget, "model": ModelSettings, "rollout": RolloutSettings, "memory": MemorySettings,
     "trainer": TrainerSettings, "debug": DebugSettings, "paths": PathSettings,
 }  # fmt: skip
 CHOICES: Mapping[str, Mapping[str, type[Settings]]] = {
-    "adapter": {"lora": LoraAdapter, "full": FullAdapter},
+    "adapter": {"lora": LoraAdapter, "dora": DoraAdapter, "full": FullAdapter},
     "optimizer": {"adam": AdamSettings, "adamw": AdamWSettings},
     "tracking": {"wandb": WandbTracking, "jsonl": JsonlTracking},
 }
-REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment}
+REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
+IN_PARTS = ("reward",)  # sections of several parts, each under a label of its own
 
 
 def config_hash(config: RunConfig) -> str:
@@ -97,6 +103,11 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
     for name, value in plain.items():
         if name not in RunConfig.model_fields:
             found += _unknown(name, value, wording.known_keys(RunConfig) + _section_keys(plain))
+        elif name in IN_PARTS:
+            labelled, lines = _check_parts(name, value)
+            found += lines
+            if labelled is not None:
+                parts[name] = labelled
         elif name in SECTIONS or name in CHOICES or name in REGISTRIES:
             section, lines = _check_section(name, value)
             found += lines
@@ -108,6 +119,16 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
             parts[name] = value
     config, lines = _check_top_level(parts, plain)
     return config, found + lines + _disagreements(parts)
+
+
+def _check_parts(name: str, value: Any) -> tuple[dict[str, Settings] | None, list[str]]:
+    """A section whose keys are labels, each with a section under the schema that its `name` chooses."""
+    if not isinstance(value, Mapping) or not value:
+        return None, [f"{name}: got {wording.shown(value)}; at least one part is needed. Try {name}=environment."]
+    checked = {label: _check_section(f"{name}.{label}", part) for label, part in value.items()}
+    lines = [line for _, found in checked.values() for line in found]
+    sections = {label: section for label, (section, _) in checked.items() if section is not None}
+    return sections if len(sections) == len(value) else None, lines
 
 
 def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
@@ -132,6 +153,7 @@ def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
 
 
 def _schema_of(section: str, value: Mapping[str, Any]) -> type[Settings]:
+    section = section.split(".")[0]
     if section in SECTIONS:
         return SECTIONS[section]
     chosen = str(value.get("name"))
@@ -208,6 +230,16 @@ def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
     ]
 
 
+def _rewards_have_an_answer(reward: Mapping[str, Any], env: Any) -> list[str]:
+    needing = [label for label, part in reward.items() if part.needs_answer]
+    if not needing or getattr(env, "gives_answers", True):
+        return []
+    return [
+        f"reward.{needing[0]}: compares with a right answer, and env={env.name} has none. "
+        "Try env=arithmetic, or reward=environment."
+    ]
+
+
 def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]:
     if checkpoint is None:
         return []
@@ -223,18 +255,44 @@ def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]
 
 def _model_source(model: ModelSettings) -> list[str]:
     found = []
-    if model.name == ModelKind.LOCAL:
+    if model.source == ModelSource.LOCAL:
         found += _model_folder(model.path)
+    elif model.source == ModelSource.HUB:
+        found += _hub_name(model.path)
     elif model.path is not None:
-        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local.")
-    if model.name == ModelKind.RANDOM and model.shape not in SHAPES:
+        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local or model=hub.")
+    if model.revision is not None and model.source != ModelSource.HUB:
+        found.append(f"model.revision: got {model.revision!r}; only models of the hub have one. Try model=hub.")
+    if model.source == ModelSource.RANDOM and model.shape not in SHAPES:
         line = (
             f"model.shape: got {wording.shown(model.shape)}; allowed: one of {', '.join(SHAPES)}. Try model.shape=11m."
         )
         found.append(line)
-    if model.name != ModelKind.RANDOM and model.shape is not None:
+    if model.source != ModelSource.RANDOM and model.shape is not None:
         found.append(f"model.shape: got {model.shape!r}; only model=random has a shape. Try model=random.")
     return found
+
+
+def _hub_name(path: str | None) -> list[str]:
+    if path is not None and HUB_NAME.fullmatch(path):
+        return []
+    example = "Try model.path=mlx-community/Qwen3-0.6B-4bit, or model=local for a folder."
+    name, _, revision = (path or "").partition("@")
+    if HUB_NAME.fullmatch(name):
+        example = f"Try model.path={name} model.revision={revision or 'COMMIT'}."
+    return [f"model.path: got {wording.shown(path)}; model=hub needs a name on the Hugging Face hub. {example}"]
+
+
+def _quantised_weights_are_not_trained(model: ModelSettings, adapter: Any) -> list[str]:
+    quantised = model.precision == Precision.FOUR_BIT or (
+        model.source == ModelSource.SMOLLM2 and model.precision == Precision.STORED
+    )
+    if adapter.name != "full" or not quantised:
+        return []
+    return [
+        f"adapter: got full, which cannot train the quantised weights of model.precision={model.precision}. "
+        "Try adapter=lora, or model.precision=bfloat16."
+    ]
 
 
 def _model_folder(path: str | None) -> list[str]:
@@ -249,6 +307,18 @@ def _model_folder(path: str | None) -> list[str]:
     return [
         f"model.path: {path} has no {' and no '.join(missing)}; allowed: a folder in mlx-lm's format. "
         f"Try: python -m mlx_lm convert --hf-path MODEL --mlx-path DIR, then model.path=DIR."
+    ]
+
+
+def _initial_adapter_is_there(adapter: Any) -> list[str]:
+    if adapter.name == "full" or adapter.init is None:
+        return []
+    missing = [name for name in ADAPTER_FILES if not (Path(adapter.init).expanduser() / name).is_file()]
+    if not missing:
+        return []
+    return [
+        f"adapter.init: {adapter.init} has no {' and no '.join(missing)}; allowed: the folder of a saved adapter. "
+        "Try adapter.init=outputs/latest/adapters, or adapter.init=null."
     ]
 
 
@@ -273,8 +343,11 @@ def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
+    (("reward", "env"), _rewards_have_an_answer),
     (("job", "checkpoint"), _checkpoint_is_for_evaluation),
     (("model",), _model_source),
+    (("model", "adapter"), _quantised_weights_are_not_trained),
+    (("adapter",), _initial_adapter_is_there),
     (("rollout",), _episode_holds_a_turn),
     (("memory",), _wired_memory_is_metals),
 )
@@ -341,6 +414,7 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] =
         parsed, found = _parse(hydra, as_typed(overrides))
         found += _override_problems(parsed, config_dirs)
         good = [override for override in parsed if not _override_problems([override], config_dirs)]
+        good += _parse(hydra, implied_model([str(override.input_line) for override in good]))[0]
         config, lines = _compose(hydra, good)
         plain, unresolved = _resolve(config)
     found += lines + unresolved
@@ -349,6 +423,21 @@ def compose_config(overrides: Sequence[str], config_dirs: Sequence[str | Path] =
         later = _check(plain)[1] if plain and not unresolved else []
         raise ConfigError(_without_secrets([*found, *(line for line in later if line not in found)]))
     return plain
+
+
+def implied_model(overrides: Sequence[str]) -> list[str]:
+    """The `model=...` that `model.path=X` alone stands for: local for a folder, hub for a name.
+
+    Args: overrides: such as Hydra's grammar reads (see `as_typed`).
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    paths = [override.value() for override in parsed if override.key_or_group == "model.path"]
+    if not paths or not isinstance(paths[-1], str) or any(override.key_or_group == "model" for override in parsed):
+        return []
+    is_folder = paths[-1].startswith(("/", ".", "~")) or Path(paths[-1]).is_dir()
+    return [f"model={(ModelSource.LOCAL if is_folder else ModelSource.HUB).value}"]
 
 
 @contextmanager
@@ -422,7 +511,9 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
         elif key == "hydra.mode":
             found.append("hydra.mode: one run or many is chosen by the flag alone. Try -m.")
         elif key in choices and not override.is_delete() and not _is_choice(override.value(), choices[key]):
-            found.append(wording.unknown_choice(key, override.value(), choices[key]))
+            given = override.value() if isinstance(override.value(), list) else [override.value()]
+            wrong = next(one for one in given if not _is_choice(one, choices[key]))
+            found.append(wording.unknown_choice(key, wrong, choices[key]))
         elif key in set(choices) - _default_groups() and not (override.is_add() or override.is_force_add()):
             found.append(f"{key}: no part of a run unless it is added. Try +{override.input_line}")
     return found
@@ -434,6 +525,8 @@ def _default_groups() -> set[str]:
 
 
 def _is_choice(value: Any, names: Sequence[str]) -> bool:
+    if isinstance(value, list):
+        return all(_is_choice(one, names) for one in value)
     return isinstance(value, str) and (value.removesuffix(".yaml") in names or "/" in value)
 
 

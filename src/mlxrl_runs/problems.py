@@ -211,6 +211,7 @@ def default_advice(key: str, choice: Any) -> str:
     own_file = conf_folder() / section / f"{choice}.yaml"
     candidates = [
         (own_file, rest),
+        (own_file, rest.partition(".")[2]),  # behind the label of a part
         (conf_folder() / section / "default.yaml", rest),
         (conf_folder() / "config.yaml", key),
     ]

@@ -1,21 +1,25 @@
 """The Run: the one file that knows every part. Turns a checked config into a trained or evaluated policy."""
 
+import gc
 import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 from mlxrl_runs import backend as backends
 from mlxrl_runs.config import RunConfig
-from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord
+from mlxrl_runs.core.files import written_aside
+from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord, StepResult
+from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import MlxrlError
-from mlxrl_runs.schema import AdamWSettings, Job, LoraAdapter
+from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
 MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
@@ -25,24 +29,28 @@ BACKEND = backends.prepare()  # before anything below imports MLX
 
 import mlx.core as mx  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.text import Text  # noqa: E402
 
 from mlxrl_runs.memory.limits import applied_limits, memory_size_bytes  # noqa: E402
 from mlxrl_runs.memory.meter import Meter  # noqa: E402
 from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
 from mlxrl_runs.policy.export import talk_commands  # noqa: E402
 from mlxrl_runs.policy.load import Policy, open_policy  # noqa: E402
-from mlxrl_runs.rollout.engine import Limits, RolloutEngine  # noqa: E402
+from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine  # noqa: E402
 from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
 from mlxrl_runs.rollout.sampling import Sampling  # noqa: E402
+from mlxrl_runs.rollout.scoring import WeightedReward  # noqa: E402
 from mlxrl_runs.tracking.build import make_trackers  # noqa: E402
 from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
+from mlxrl_runs.training.collapse import CollapseGuard  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
-from mlxrl_runs.training.loop import Cadence, Trainer  # noqa: E402
+from mlxrl_runs.training.loop import Cadence, StepCallback, Trainer  # noqa: E402
 from mlxrl_runs.training.metrics import evaluation_metrics  # noqa: E402
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
-from mlxrl_runs.training.state import Checkpoints, written_aside  # noqa: E402
+from mlxrl_runs.training.state import Checkpoints  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
+from mlxrl_runs.training.warm_start import WarmStarter  # noqa: E402
 
 
 def execute(
@@ -52,36 +60,66 @@ def execute(
     overrides: Sequence[str],
     sweep: Mapping[str, Any] | None,
     stop: StopRequest,
-) -> dict[str, Any]:
-    """Do the config's job in `folder` and return the summary that was written there.
+    console: Console | None = None,
+    callbacks: Sequence[StepCallback] = (),
+) -> "Run":
+    """Do the config's job in `folder` and return the run, its summary written there.
 
     Raises: MlxrlError subclasses for what a person can act on; Interrupted after everything was saved.
     """
-    console = Console()
+    console = console or Console()
     if BACKEND.warning:
         console.print(f"[bold red]{BACKEND.warning}[/]")
     with applied_limits(config.memory.cache_limit_gib, config.memory.wired_limit_gib) as limits:
-        run = Run(config, folder, console=console, stop=stop, overrides=overrides, sweep=sweep)
+        run = Run(config, folder, console, stop, overrides, sweep, callbacks)
         run.record_machine(limits)
-        return run.train() if config.job is Job.TRAIN else run.evaluate()
+        if config.job is Job.TRAIN:
+            run.train()
+        else:
+            run.evaluate()
+        return run
+
+
+class Question:
+    """An environment of one turn that asks and pays nothing."""
+
+    max_turns = 1
+
+    def __init__(self, prompt: str, answer_prefix: str):
+        self.prompt = prompt
+        self.answer_prefix = answer_prefix
+
+    def reset(self) -> str:
+        return self.prompt
+
+    def step(self, action: str) -> StepResult:
+        return StepResult("", 0.0, True)
+
+    def state_id(self, observation: str) -> str:
+        return observation
+
+
+def fresh_memory() -> None:
+    """Forget the peaks and the freed buffers of what ran in this process before."""
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
 
 
 def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
     """The policy a run of this config starts with."""
     adapter, model = config.adapter, config.model
-    lora: dict[str, Any] = (
-        {"rank": adapter.rank, "scale": adapter.scale, "dropout": adapter.dropout, "targets": adapter.targets}
-        if isinstance(adapter, LoraAdapter)
-        else {}
-    )
+    low_rank = {} if isinstance(adapter, FullAdapter) else adapter.model_dump(mode="json", exclude={"name"})
     return open_policy(
-        name=model.name,
+        source=model.source,
         path=model.path,
+        revision=model.revision,
         shape=model.shape,
+        precision=model.precision,
         adapter=adapter.name,
         seed=config.seed,
         keep_reference=keep_reference,
-        **lora,
+        **low_rank,
     )
 
 
@@ -97,7 +135,10 @@ def prompt_of(config: RunConfig) -> str:
 
 @dataclass
 class Run:
-    """One config, wired."""
+    """One config, wired.
+
+    Attributes: summary: what summary.json holds, once the job is done.
+    """
 
     config: RunConfig
     folder: RunFolder
@@ -105,11 +146,13 @@ class Run:
     stop: StopRequest
     overrides: Sequence[str] = ()
     sweep: Mapping[str, Any] | None = None
+    callbacks: Sequence[StepCallback] = ()
     tracker: FanOut = field(init=False)
     policy: Policy = field(init=False)
     engine: RolloutEngine = field(init=False)
     evaluator: Evaluator = field(init=False)
     blas_threads: int | None = field(init=False)
+    summary: dict[str, Any] = field(default_factory=dict, init=False)
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -117,14 +160,12 @@ class Run:
             tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
         )
         rollout = self.config.rollout
-        self.policy = open_policy_of(
-            self.config, keep_reference=self.algorithm.needs_reference or self.config.tracking.kl_every > 0
-        )
+        self.policy = open_policy_of(self.config, keep_reference=self._compares)
         small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
             self.policy.model,
-            ChatFormat(self.policy.tokenizer),
+            ChatFormat(self.policy.tokenizer, self.config.model.thinking),
             self.policy.eos_ids,
             Limits(
                 max_completion_tokens=rollout.max_completion_tokens,
@@ -135,9 +176,10 @@ class Run:
             ),
             mode=rollout.mode,
             stop=self.stop,
+            scorer=self._scorer(),
         )
         if self.engine.mode != rollout.mode:
-            self.console.print(f"[bold yellow]rollout.mode={rollout.mode}: {self.engine.mode_reason}[/]")
+            self._say(f"rollout.mode={rollout.mode}: {self.engine.mode_reason}")
         self.evaluator = Evaluator(
             self.engine,
             self.family,
@@ -149,6 +191,12 @@ class Run:
         )
         self.tracker.start(self._record())
 
+    def _scorer(self) -> WeightedReward | None:
+        """None where the environment's own reward is all there is: nothing has to be worked out then."""
+        parts = cast(dict[str, RewardPart], self.config.reward)
+        [only, *others] = parts.values()
+        return None if not others and only.keeps_parts and only.weight == 1 else WeightedReward(parts)
+
     def record_machine(self, limits: Mapping[str, float]) -> None:
         """Put the device and the choices that were made for it into run.json."""
         self.folder.update(
@@ -158,6 +206,7 @@ class Run:
                 "name": str(mx.device_info().get("device_name", mx.default_device())),
                 "memory_bytes": memory_size_bytes(),
             },
+            model=self._model_record(),
             engine={
                 "rollout_mode": self.engine.mode,
                 "rollout_mode_reason": self.engine.mode_reason,
@@ -167,41 +216,72 @@ class Run:
             },
         )
 
-    def train(self) -> dict[str, Any]:
+    def _fix_reference(self) -> None:
+        """What the policy is compared with, told and recorded."""
+        reference = self.policy.fix_reference()
+        self.folder.update(reference=reference)
+        if self._compares:
+            self.console.print(f"reference of kl/reference: {reference}", highlight=False, soft_wrap=True)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether anything asks for the reference policy."""
+        return self.algorithm.needs_reference or self.config.tracking.kl_every > 0
+
+    def _model_record(self) -> dict[str, str | None]:
+        """What was opened; a commit that main stood for is told, so that it can be pinned."""
+        origin, asked = self.policy.origin, self.config.model
+        if origin.revision is not None and asked.revision is None:
+            pin = f"model.revision={origin.revision}"
+            self._say(f"model: main of {origin.path} is commit {origin.revision}; to stay with it: {pin}")
+        return {
+            "path": origin.path,
+            "revision": origin.revision,
+            "folder": None if origin.folder is None else str(origin.folder),
+        }
+
+    def train(self) -> None:
         """job=train: evaluate, train, evaluate, save."""
         trainer = self._trainer()
-        with self._closing(trainer.evaluations, trainer) as summary:
+        with self._closing(trainer.evaluations, trainer):
             trainer.train()
-        return summary
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> None:
         """job=evaluate: score the base model, or a checkpoint, on held-out tasks."""
         evaluations: dict[str, dict[str, Score] | None] = {"before": None, "after": None}
-        with self._closing(evaluations, None) as summary:
+        with self._closing(evaluations, None):
             if self.config.checkpoint is not None:
                 self.policy.load_weights(Path(self.config.checkpoint))
             scores = self.evaluator.evaluate()
             evaluations["after"] = scores
-            self.tracker.log_evaluation(0, scores)
+            self.tracker.log_evaluation("", scores)
             self.tracker.log(0, evaluation_metrics(scores))
-        return summary
+
+    def generate(self, prompts: Sequence[str], *, max_tokens: int, greedy: bool, answer_prefix: str = "") -> list[str]:
+        """What the policy answers to each prompt, put to it in its chat format."""
+        engine = RolloutEngine(
+            self.policy.model, self.engine.chat, self.policy.eos_ids, Limits(max_tokens, max_episode_tokens=2**31)
+        )
+        requests = [
+            EpisodeRequest(prompt, 0, partial(Question, prompt, answer_prefix), (self.config.seed, number), greedy)
+            for number, prompt in enumerate(prompts)
+        ]
+        played, _ = engine.play(requests, self._sampling())
+        return [trajectory.turns[0].text for trajectory in played]
 
     @contextmanager
-    def _closing(
-        self, evaluations: Mapping[str, dict[str, Score] | None], trainer: Trainer | None
-    ) -> Iterator[dict[str, Any]]:
+    def _closing(self, evaluations: Mapping[str, dict[str, Score] | None], trainer: Trainer | None) -> Iterator[None]:
         """Around a job: however it ends, its weights, summary and trackers are brought to an end with it."""
-        summary: dict[str, Any] = {}
         try:
-            yield summary
+            yield
             self._save_weights(trainer)
         except BaseException as error:
             code = error.exit_code if isinstance(error, MlxrlError) else 1
             with suppress(OSError):  # a full disk, say: the first error is the one to tell
                 self._save_weights(trainer)
-            self._close(summary, "interrupted" if code > 128 else "failed", code, evaluations, trainer)
+            self._close("interrupted" if code > 128 else "failed", code, evaluations, trainer)
             raise
-        self._close(summary, "finished", 0, evaluations, trainer)
+        self._close("finished", 0, evaluations, trainer)
 
     def _save_weights(self, trainer: Trainer | None) -> None:
         if trainer is not None and trainer.progress.step > 0 and not self._weights.exists():
@@ -210,23 +290,21 @@ class Run:
 
     def _close(
         self,
-        summary: dict[str, Any],
         state: str,
         code: int,
         evaluations: Mapping[str, dict[str, Score] | None],
         trainer: Trainer | None,
     ) -> None:
-        summary |= self._summary(state, evaluations, trainer)
+        self.summary = self._summary(state, evaluations, trainer)
         with suppress(OSError) if code else nullcontext():
             self.folder.write_json("evaluation.json", evaluations)
-            self.folder.write_json("summary.json", summary)
-        self.tracker.finish(summary, code)
+            self.folder.write_json("summary.json", self.summary)
+        self.tracker.finish(self.summary, code)
         self.folder.update(wandb_id=self.tracker.run_id)
 
-    def _trainer(self) -> Trainer:
+    def _updater(self, learning_rate: LearningRate) -> Updater:
         config, optimizer = self.config, self.config.optimizer
-        updates = config.steps * self.algorithm.updates_per_batch
-        updater = Updater(
+        return Updater(
             self.policy,
             make_optimizer(
                 optimizer.name,
@@ -234,19 +312,38 @@ class Run:
                 eps=optimizer.eps,
                 weight_decay=optimizer.weight_decay if isinstance(optimizer, AdamWSettings) else 0.0,
             ),
-            LearningRate(
-                optimizer.learning_rate,
-                optimizer.schedule,
-                optimizer.warmup_steps,
-                updates,
-                optimizer.final_learning_rate_ratio,
-            ),
+            learning_rate,
             temperature=config.rollout.temperature,
             rows=config.memory.micro_batch_size,
             max_grad_norm=optimizer.max_grad_norm,
             max_nonfinite=config.trainer.max_nonfinite_updates,
             seed=config.seed,
             stop=self.stop,
+        )
+
+    def _warm_starter(self) -> WarmStarter | None:
+        settings = self.config.trainer.warm_start
+        if settings.steps == 0:
+            return None
+        rate = self.config.optimizer.learning_rate if settings.learning_rate is None else settings.learning_rate
+        return WarmStarter(
+            self.family,
+            self.engine.chat,
+            self._updater(LearningRate(rate, "constant", 0, settings.steps, 1.0)),
+            steps=settings.steps,
+            examples_per_step=settings.examples_per_step,
+            actions=settings.actions,
+            seed=self.config.seed,
+        )
+
+    def _trainer(self) -> Trainer:
+        config, optimizer, guard = self.config, self.config.optimizer, self.config.trainer.collapse_guard
+        rate = LearningRate(
+            optimizer.learning_rate,
+            optimizer.schedule,
+            optimizer.warmup_steps,
+            config.steps * self.algorithm.updates_per_batch,
+            optimizer.final_learning_rate_ratio,
         )
         experience = OnPolicy(
             self.engine,
@@ -260,7 +357,7 @@ class Run:
             policy=self.policy,
             experience=experience,
             algorithm=self.algorithm,
-            updater=updater,
+            updater=self._updater(rate),
             evaluator=self.evaluator,
             tracker=self.tracker,
             checkpoints=Checkpoints(self.folder.path),
@@ -280,7 +377,16 @@ class Run:
             temperature=config.rollout.temperature,
             micro_batch_rows=config.memory.micro_batch_size,
             stop=self.stop,
+            say=self._say,
+            fix_reference=self._fix_reference,
+            warm_starter=self._warm_starter(),
+            guard=CollapseGuard(guard.window_steps, guard.lost_share) if guard.enabled else None,
+            callbacks=self.callbacks,
         )
+
+    def _say(self, line: str) -> None:
+        """Something a person can act on."""
+        self.console.print(Text(line, style="bold yellow"), highlight=False, soft_wrap=True)
 
     def _sampling(self) -> Sampling:
         rollout = self.config.rollout
@@ -361,6 +467,6 @@ class Run:
         """None for an adapter on drawn weights, which mlx-lm can open only once it is fused."""
         if self._is_whole:
             return talk_commands(weights, None, prompt_of(self.config))
-        if self.policy.folder is None:
+        if self.policy.origin.folder is None:
             return ()
-        return talk_commands(readable_path(str(self.policy.folder)), weights, prompt_of(self.config))
+        return talk_commands(readable_path(str(self.policy.origin.folder)), weights, prompt_of(self.config))

@@ -1,11 +1,13 @@
 """Types, meanings and ranges of every section of a run's config. The yamls in conf/ hold the values. Imports no MLX."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
+from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
 
 
@@ -34,10 +36,19 @@ class Job(StrEnum):
     DOCTOR = "doctor"
 
 
-class ModelKind(StrEnum):
+class ModelSource(StrEnum):
     TINY = "tiny"
     RANDOM = "random"
     LOCAL = "local"
+    HUB = "hub"
+    SMOLLM2 = "smollm2"
+
+
+class Precision(StrEnum):
+    STORED = "stored"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FOUR_BIT = "4bit"
 
 
 class RolloutMode(StrEnum):
@@ -69,6 +80,7 @@ class LearningRates(Settings):
     """By adapter; 0 measures without learning."""
 
     lora: NonNegative
+    dora: NonNegative
     full: NonNegative
 
 
@@ -81,22 +93,59 @@ class ModelRecommended(Settings):
 
 
 class ModelSettings(Settings):
-    """Attributes: path: folder of a local model; shape: size of a random one."""
+    """A model and what suits it.
 
-    name: ModelKind
+    Attributes:
+        path: folder of a local model, or org/name on the hub. revision: commit, tag or branch there; null for main.
+        thinking: enable_thinking of the chat template; null leaves it out.
+        shape: size of a random model.
+    """
+
+    name: Annotated[Text, Field(min_length=1)]
+    source: ModelSource
     path: Text | None
+    revision: Text | None
+    precision: Precision
+    thinking: bool | None
     shape: Text | None
     recommended: ModelRecommended
 
+    @property
+    def label(self) -> str:
+        """What names a run: the yaml's name, or the model's where the yaml stands for any model."""
+        if self.path is None or self.name not in (ModelSource.LOCAL, ModelSource.HUB):
+            return self.name
+        last = Path(self.path).expanduser().resolve().name
+        return re.sub(r"[^\w.-]+", "-", last).strip("-") or self.name
 
-class LoraAdapter(Settings):
-    """Attributes: scale: mlx-lm's, alpha / rank already multiplied; targets: "all", or suffixes of layer names."""
 
-    name: Literal["lora"]
+class Reference(StrEnum):
+    START = "start"
+    BASE = "base"
+
+
+class _LowRankAdapter(Settings):
+    """Attributes: scale: mlx-lm's, alpha / rank already multiplied; targets: "auto", "all", or suffixes of layer names.
+
+    init: folder of a saved adapter to start from; reference: what KL compares with, the starting policy or the base.
+    """
+
     rank: PositiveInt
     scale: Positive
     dropout: Share
-    targets: Literal["all"] | Annotated[tuple[Text, ...], Field(min_length=1)]
+    targets: Literal["auto", "all"] | Annotated[tuple[Text, ...], Field(min_length=1)]
+    init: Annotated[Text | None, AfterValidator(_settled)]
+    reference: Reference
+
+
+class LoraAdapter(_LowRankAdapter):
+    name: Literal["lora"]
+
+
+class DoraAdapter(_LowRankAdapter):
+    """LoRA with a trained magnitude per output."""
+
+    name: Literal["dora"]
 
 
 class FullAdapter(Settings):
@@ -152,6 +201,36 @@ class MemorySettings(Settings):
     wired_limit_gib: NonNegative | None
 
 
+class WarmStart(Settings):
+    """A short supervised start on examples the environment makes itself.
+
+    Attributes:
+        steps: optimizer steps, 0 for none.
+        examples_per_step: episodes of one step, of training tasks.
+        learning_rate: null for that of the optimizer section.
+        actions: what they show: the best actions, or well-formed ones drawn at random, which teach the form alone.
+    """
+
+    steps: Count
+    examples_per_step: PositiveInt
+    learning_rate: Positive | None
+    actions: Literal["oracle", "random"]
+
+
+class CollapseGuard(Settings):
+    """When training has done more harm than good, and is stopped with the best checkpoint kept.
+
+    Attributes:
+        enabled: look at all.
+        window_steps: steps that the running success of the sampled episodes is averaged over.
+        lost_share: stop when it has lost more than this share of its best.
+    """
+
+    enabled: bool
+    window_steps: PositiveInt
+    lost_share: OpenShare
+
+
 class TrainerSettings(Settings):
     """Attributes: evaluation_rows: episodes decoded together; *_every: steps, 0 for never in between."""
 
@@ -160,6 +239,8 @@ class TrainerSettings(Settings):
     evaluation_rows: PositiveInt
     save_every: Count
     max_nonfinite_updates: Count
+    warm_start: WarmStart
+    collapse_guard: CollapseGuard
 
 
 class WandbTracking(Settings):
@@ -202,6 +283,7 @@ class RunConfig(Settings):
         name: null means <algorithm>-<env>-<model>-G<group_size>-s<seed>.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
         checkpoint: what job=evaluate scores; null for the base model.
+        reward: its parts, by the label they are logged under.
         algorithm, env: instances of the classes registered under the chosen names.
     """
 
@@ -216,8 +298,9 @@ class RunConfig(Settings):
     budget: Budget
     checkpoint: Annotated[Text | None, AfterValidator(_settled)]
     model: ModelSettings
-    adapter: LoraAdapter | FullAdapter
+    adapter: LoraAdapter | DoraAdapter | FullAdapter
     env: SerializeAsAny[Settings]
+    reward: Annotated[dict[str, SerializeAsAny[RewardPart]], Field(min_length=1)]
     rollout: RolloutSettings
     algorithm: SerializeAsAny[Settings]
     memory: MemorySettings
@@ -230,9 +313,8 @@ class RunConfig(Settings):
     @property
     def run_name(self) -> str:
         """The name a person reads."""
-        parts = (self.algorithm, self.env, self.model)
-        names = [str(getattr(part, "name")) for part in parts]  # noqa: B009 - a registered class's
-        return self.name or "-".join([*names, f"G{self.group_size}", f"s{self.seed}"])
+        registered = [str(getattr(part, "name")) for part in (self.algorithm, self.env)]  # noqa: B009
+        return self.name or "-".join([*registered, self.model.label, f"G{self.group_size}", f"s{self.seed}"])
 
     def plain(self) -> dict[str, Any]:
         """Numbers, text, lists and dicts only: what config.yaml and the trackers get."""

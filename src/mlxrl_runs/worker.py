@@ -9,27 +9,27 @@ import faulthandler
 import io
 import json
 import os
-import re
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
-from mlxrl_runs.config import RunConfig, config_hash, validate
+from mlxrl_runs.config import RunConfig, validate
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import ConfigError, Interrupted, MlxrlError
-from mlxrl_runs.training.run_folder import RunFolder, record_end, start_record
+from mlxrl_runs.lifecycle import begin_folder, exit_code, one_line
+from mlxrl_runs.policy.source import locate
+from mlxrl_runs.schema import ModelSettings, ModelSource
+from mlxrl_runs.tee import Tee
+from mlxrl_runs.training.run_folder import RunFolder, record_end
 
-Execute = Callable[..., Mapping[str, Any]]
+Execute = Callable[..., object]
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FULL_DISK_BYTES = 128 * 1024  # what is left when a file no longer fits
 GRACE_SECONDS = 5.0  # for saving, once the supervisor has gone
-ESCAPE_CODES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def main(execute: Execute | None = None) -> int:
         pipe, job = _receive()
         _handle_signals(stop)
         config = validate(job.config)
+        _find_model(config.model, stop)
         folder = _make_folder(config, job)
     except MlxrlError as error:
         print(error, file=sys.stderr)
@@ -79,6 +80,21 @@ def _receive() -> tuple[int, Job]:
         raise ConfigError("A worker is started by a run, not by hand. Try: python -m mlxrl_runs --help") from None
     os.set_inheritable(job.report, False)
     return pipe, job
+
+
+def _find_model(model: ModelSettings, stop: StopRequest) -> None:
+    """Make sure that the model's files are here, fetched if need be, before a folder is made."""
+    if model.source != ModelSource.HUB:
+        locate(model.source, model.path, model.revision)
+        return
+    stop.raise_if_requested()
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    for number in HANDLED:  # a download cannot be asked to stop, and nothing is there to save
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: os._exit(128 + number))
+    locate(model.source, model.path, model.revision)
+    for number in HANDLED:
+        signal.signal(number, before[number])
 
 
 def _handle_signals(stop: StopRequest) -> None:
@@ -113,25 +129,12 @@ def _exit_at_the_second_signal() -> None:
 
 def _make_folder(config: RunConfig, job: Job) -> RunFolder:
     """The run's folder with config.yaml and run.json in it; the supervisor is told where it is."""
-    aside = None
-    if job.sweep is None:
-        folder = RunFolder.create(config.paths.output, config.run_name)
-    else:
-        folder, aside = RunFolder.create_at(job.sweep["folder"], config.paths.output)
+    folder, aside = begin_folder(config, job.overrides, job.sweep)
     os.write(job.report, f"{folder.path}\n".encode())
     os.close(job.report)
-    folder.write_text("config.yaml", _yaml(config.plain()))
-    record = start_record(config.plain(), config.run_name, job.overrides, config_hash(config), job.sweep)
-    folder.write_json("run.json", record)
     if aside is not None:
         print(f"An earlier attempt at this point was moved to {aside}", file=sys.stderr)
     return folder
-
-
-def _yaml(plain: Mapping[str, Any]) -> str:
-    import yaml  # type: ignore[import-untyped]
-
-    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
 
 
 def _watch(pipe: int, stop: StopRequest, folder: RunFolder) -> None:
@@ -159,7 +162,7 @@ def _run(execute: Execute | None, config: RunConfig, folder: RunFolder, job: Job
         name = signal.Signals(interrupted.exit_code - 128).name
         print(f"Stopped by {name}. What was reached is saved in {folder.path}", file=sys.stderr)
     except BaseException as failure:  # an environment may call exit(): the run has not finished all the same
-        state, code, error = "failed", _exit_code(failure), _one_line(failure, folder)
+        state, code, error = "failed", exit_code(failure), one_line(failure, folder.path)
         _tell(failure, error, folder)
     try:
         record_end(folder.path, state, code, error)
@@ -175,21 +178,6 @@ def _execute() -> Execute:
     return execute
 
 
-def _exit_code(failure: BaseException) -> int:
-    return failure.exit_code if isinstance(failure, MlxrlError) else 1
-
-
-def _one_line(failure: BaseException, folder: RunFolder) -> str:
-    if isinstance(failure, MlxrlError):
-        return str(failure)
-    if isinstance(failure, SystemExit):
-        return f"something in the run called exit({failure.code!r}), its environment perhaps"
-    text = f"{type(failure).__name__}: {failure}"
-    if shutil.disk_usage(folder.path).free < FULL_DISK_BYTES:
-        return f"the disk is full ({text}). Free some space, or give another folder: paths.output=DIR"
-    return text
-
-
 def _tell(failure: BaseException, text: str, folder: RunFolder) -> None:
     """One message for the terminal; the traceback goes into run.log, or to both when HYDRA_FULL_ERROR=1."""
     trace = "".join(traceback.format_exception(failure))
@@ -200,73 +188,6 @@ def _tell(failure: BaseException, text: str, folder: RunFolder) -> None:
     print(f"The run failed: {text}", file=sys.stderr)
     if not isinstance(failure, MlxrlError):
         print(f"Traceback: {folder.path / 'run.log'} (or on the terminal with HYDRA_FULL_ERROR=1)", file=sys.stderr)
-
-
-class Tee:
-    """A text stream that also writes complete lines, without escape codes, to a log.
-
-    The terminal stays what it was (`isatty`); when it goes away, the log goes on.
-    """
-
-    def __init__(self, stream: TextIO, log: TextIO, lock: threading.Lock):
-        self._stream: TextIO | None = stream
-        self._log = log
-        self._lock = lock
-        self._line = ""
-        self.encoding = stream.encoding
-        self.errors = stream.errors
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            self._to_terminal(text)
-            self._to_log(text)
-        return len(text)
-
-    def log_only(self, text: str) -> None:
-        with self._lock:
-            self._to_log(text)
-
-    def flush(self) -> None:
-        with self._lock, self._terminal_may_be_gone():
-            if self._stream is not None:
-                self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise OSError("the terminal is gone")
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    def close_line(self) -> None:
-        """Write out a last line that had no end."""
-        if self._line:
-            self.log_only("\n")
-
-    def _to_terminal(self, text: str) -> None:
-        with self._terminal_may_be_gone():
-            if self._stream is not None:
-                self._stream.write(text)
-
-    def _to_log(self, text: str) -> None:
-        *complete, self._line = (self._line + text).split("\n")
-        with contextlib.suppress(OSError):  # a full disk: what is printed still reaches the terminal
-            for line in complete:
-                plain = ESCAPE_CODES.sub("", line).rstrip("\r").rpartition("\r")[2]  # a progress bar's last state
-                self._log.write(plain + "\n")
-            if complete:
-                self._log.flush()
-
-    @contextlib.contextmanager
-    def _terminal_may_be_gone(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            self._stream = None
 
 
 @contextlib.contextmanager

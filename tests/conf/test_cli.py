@@ -78,3 +78,9 @@ def test_hydras_own_flags_answer(tmp_path):
     assert "Config search path" in run("--info", "searchpath", folder=tmp_path).stdout
     assert run("--hydra-help", folder=tmp_path).returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_shows_the_model_that_a_path_alone_chooses(tmp_path):
+    for words in (["--cfg", "job", "seed=1", "model.path=org/name"], ["model.path=org/name", "-c", "job"]):
+        shown = run(*words, folder=tmp_path)
+        assert shown.returncode == 0 and "source: hub" in shown.stdout, shown.stderr

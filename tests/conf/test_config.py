@@ -11,7 +11,12 @@ from mlxrl_runs.schema import RunConfig
 
 NEEDS_MORE = {  # choices that cannot stand alone, with what they need
     ("model", "local"): ["model.path=MODEL_FOLDER"],
+    ("model", "hub"): ["model.path=org/name"],
     ("env", "python"): ["env.file=PYTHON_FILE"],
+    ("reward", "exact"): ["env=arithmetic"],
+    ("reward", "numeric"): ["env=arithmetic"],
+    ("reward", "file"): ["reward.file.path=PYTHON_FILE"],
+    ("reward", "regex"): ["reward.regex.pattern=a+"],
 }
 EVERY_CHOICE = [(group, name) for group, names in group_choices().items() for name in names]
 
@@ -51,7 +56,7 @@ def test_every_yaml_composes_and_passes(group, name, tmp_path):
     for placeholder, path in places.items():
         more = [override.replace(placeholder, path) for override in more]
     config = load(f"{group}={name}", *more)
-    section = config.plain()[group]
+    section = config.plain().get(group, {})  # an experiment leaves no section of its own
     assert section.get("name", name) == name
 
 
@@ -130,11 +135,20 @@ def test_a_users_own_group_folder_is_searched(tmp_path):
 
 
 def test_a_group_of_the_users_own_is_added(tmp_path):
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "short.yaml").write_text("# @package _global_\nsteps: 3\n")
+    assert load("+preset=short", config_dirs=(tmp_path,)).steps == 3
+    with pytest.raises(ConfigError, match=r"Try \+preset=short"):
+        load("preset=short", config_dirs=(tmp_path,))
+
+
+def test_an_experiment_of_the_users_own_is_chosen_like_ours(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\nsteps: 3\n")
-    assert load("+experiment=short", config_dirs=(tmp_path,)).steps == 3
-    with pytest.raises(ConfigError, match=r"Try \+experiment=short"):
-        load("experiment=short", config_dirs=(tmp_path,))
+    (tmp_path / "experiment" / "short.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /env: arithmetic\n  - override /reward: [numeric]\nsteps: 3\n"
+    )
+    config = load("experiment=short", "group_size=6", config_dirs=(tmp_path,))
+    assert (config.steps, config.group_size, config.env.name, list(config.reward)) == (3, 6, "arithmetic", ["numeric"])
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -176,7 +190,7 @@ def test_an_unknown_choice_lists_the_choices_and_the_nearest():
     assert line.startswith("algorithm: got 'gigpoo'") and "Did you mean algorithm=gigpo?" in line
     line = only_problem("env=recuring")
     assert "arithmetic" in line and "Did you mean env=recurring?" in line
-    assert "local, random, tiny" in only_problem("model=tiyn")
+    assert "hub, local, " in only_problem("model=tiyn") and "Did you mean model=tiny?" in only_problem("model=tiyn")
 
 
 def test_a_name_inside_a_group_is_checked_too():
@@ -344,6 +358,51 @@ def test_a_local_model_needs_a_whole_folder(tmp_path):
     assert "has no model*.safetensors" in line and "config.json" not in line
 
 
+def test_a_path_alone_chooses_the_kind_of_model(tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "my model")
+    assert load(f"model.path='{folder}'").model.source == "local"
+    assert load("model.path=org/name").model.source == "hub"
+    monkeypatch.chdir(tmp_path)
+    assert load("model.path='my model'").model.source == "local"
+    assert load("model.path='./my model'").model.source == "local"
+    assert "./nowhere is no folder" in only_problem("model.path=./nowhere")
+    # whoever says model= means it
+    assert "model=tiny has no path" in only_problem("model=tiny", "model.path=org/name")
+    points = expand_points(["model.path=org/name,'./my model'"])
+    assert [load(*point.overrides).model.source for point in points] == ["hub", "local"]
+
+
+def test_a_run_is_named_after_the_model_that_a_path_names(tmp_path):
+    assert load("model.path=mlx-community/Qwen3-0.6B-4bit").run_name == "gigpo_recurring_Qwen3-0.6B-4bit"
+    assert load(f"model.path='{model_folder(tmp_path / 'my model')}/'").run_name == "gigpo_recurring_my-model"
+    assert load("model=qwen3_0_6b_4bit").run_name == "gigpo_recurring_qwen3_0_6b_4bit"
+    assert load().run_name == "gigpo_recurring_tiny"
+
+
+def test_a_hub_model_needs_a_name_and_takes_its_revision_apart():
+    assert "needs a name on the Hugging Face hub" in only_problem("model=hub")
+    assert "needs a name" in only_problem("model=hub", "model.path=a/b/c")
+    assert "Try model.path=org/name model.revision=abc" in only_problem("model=hub", "model.path='org/name@abc'")
+    assert load("model.path=org/name", "model.revision=abc").model.revision == "abc"
+    assert "only models of the hub" in only_problem("model.revision=abc")
+
+
+def test_an_initial_adapter_must_be_there_and_only_low_rank_adapters_have_one(tmp_path):
+    assert "has no adapters.safetensors and no adapter_config.json" in only_problem(f"adapter.init={tmp_path}")
+    assert "the chosen adapter has no such key" in only_problem("adapter=full", f"adapter.init={tmp_path}")
+    (tmp_path / "adapters.safetensors").touch()
+    (tmp_path / "adapter_config.json").touch()
+    config = load("adapter=dora", f"adapter.init={tmp_path}", "adapter.reference=base")
+    assert (config.adapter.init, config.adapter.reference) == (str(tmp_path), "base")
+    assert "start" in only_problem("adapter.reference=begin")
+
+
+def test_quantised_weights_are_refused_for_full_training_before_they_are_loaded():
+    assert "Try adapter=lora" in only_problem("model.precision=4bit", "adapter=full")
+    assert "Try adapter=lora" in only_problem("model=smollm2_135m", "model.precision=stored", "adapter=full")
+    assert load("model=smollm2_135m", "adapter=full").optimizer.learning_rate == 1e-5
+
+
 def test_paths_and_shapes_belong_to_their_models():
     assert "Try model=local" in only_problem("model=tiny", "model.path=/tmp")
     assert "only model=random has a shape" in only_problem("model=tiny", "model.shape=11m")
@@ -417,8 +476,9 @@ def test_points_are_every_combination_in_order():
 
 
 def test_a_glob_takes_choices_and_an_empty_one_is_refused():
-    assert [point.swept for point in expand_points(["adapter=glob(*)"])] == [("adapter=full",), ("adapter=lora",)]
-    with pytest.raises(ConfigError, match=r"adapter: glob\(zz\*\) matches nothing; choices: full, lora"):
+    every = [(f"adapter={name}",) for name in ("dora", "full", "lora")]
+    assert [point.swept for point in expand_points(["adapter=glob(*)"])] == every
+    with pytest.raises(ConfigError, match=r"adapter: glob\(zz\*\) matches nothing; choices: dora, full, lora"):
         expand_points(["adapter=glob(zz*)"])
 
 

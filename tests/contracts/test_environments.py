@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from building import CONF, settings
+from building import CONF, engine_of, settings, tiny
 from mlxrl_runs.core.protocols import Demonstrator
 from mlxrl_runs.rollout.environment import ask_state, reset, step
 from mlxrl_runs.training.evaluate import bounds
@@ -58,7 +58,7 @@ def test_it_takes_any_text_and_ends(family):
 
 
 def test_the_oracle_beats_the_random_policy_where_there_is_one(family):
-    found = bounds(family, family.held_out_tasks()[:50], seed=0)
+    found = bounds(engine_of(tiny()), family, family.held_out_tasks()[:50], seed=0)
     if isinstance(family.make(family.held_out_tasks()[0], 0, 0), Demonstrator):
         assert found["oracle"]["success"] == 1.0 > found["random"]["success"]
     else:

@@ -99,7 +99,7 @@ def test_evaluation_stands_between_a_floor_and_a_ceiling(finished):
     evaluation = json.loads((finished[1] / "evaluation.json").read_text())
     for when in ("before", "after"):
         assert evaluation[when]["sampled"]["episodes"] == 16
-        assert set(evaluation[when]["greedy"]) == {"success", "reward", "episodes"}
+        assert set(evaluation[when]["greedy"]) >= {"success", "reward", "episodes"}
         assert evaluation[when]["oracle"]["success"] == 1.0
         assert evaluation[when]["random"]["success"] < 0.5
 

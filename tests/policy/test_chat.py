@@ -1,6 +1,9 @@
 from copy import deepcopy
 
+import pytest
+
 from building import tiny
+from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.chat import ChatFormat
 
 STRIPS_THINKING = (
@@ -73,3 +76,25 @@ def test_a_tokenizer_without_a_template_gets_lines():
     chat = ChatFormat(tokenizer)
     assert tokenizer.decode(chat.first("a").tokens) == "a\n"
     assert tokenizer.decode(chat.next("b", ended_with_eos=True).tokens) == "\nb\n"
+
+
+def test_a_template_that_cannot_be_taken_apart_is_refused():
+    twice = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+    lost = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    for template in (twice, lost):
+        with pytest.raises(ConfigError, match=r"writes a message [02] times where once is needed.*chat_template"):
+            ChatFormat(tokenizer_with(template))
+    refuses = (
+        "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(ConfigError, match=r"refuses a conversation of user, assistant, user: one message only"):
+        ChatFormat(tokenizer_with(refuses))
+
+
+def test_thinking_reaches_the_template_and_is_refused_where_nothing_reads_it():
+    reads = tiny().tokenizer.chat_template + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer = tokenizer_with(reads)
+    assert ChatFormat(tokenizer).first("a") == ChatFormat(tokenizer, thinking=True).first("a")
+    assert tokenizer.decode(ChatFormat(tokenizer, thinking=False).first("a").tokens).endswith("<think></think>")
+    with pytest.raises(ConfigError, match=r"model\.thinking: got false"):
+        ChatFormat(tiny().tokenizer, thinking=False)

@@ -6,17 +6,19 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from building import engine_of, settings, some_requests, tiny, updater_of
+from building import engine_of, settings, some_requests, tiny, trajectory, turn, updater_of
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.load import TINY, open_policy
+from mlxrl_runs.policy.precision import is_quantised, with_precision
+from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.score import score
 
 TINY_LORA = {
-    "name": "tiny", "path": None, "shape": None, "adapter": "lora", "seed": 0, "keep_reference": False, "rank": 4,
+    "source": "tiny", "path": None, "shape": None, "adapter": "lora", "seed": 0, "keep_reference": False, "rank": 4,
     "scale": 4.0,
 }  # fmt: skip
 PROMPT = mx.array([[7, 8, 9, 10, 11]])
@@ -73,7 +75,6 @@ def test_under_full_training_the_reference_is_a_frozen_copy():
     shake(policy)
     with policy.reference() as reference:
         assert mx.array_equal(reference(PROMPT), before)
-        assert not tree_flatten(reference.trainable_parameters())
     assert not mx.array_equal(policy.model(PROMPT), before)
 
 
@@ -110,7 +111,7 @@ def test_saved_weights_come_back_and_those_of_another_shape_are_refused(tmp_path
         tiny(targets=["q_proj"]).load_weights(tmp_path)
     # same shapes, another policy: seen in use, success .02 -> 0 and exit 0
     rescaled = open_policy(**TINY_LORA | {"scale": 1.0})
-    with pytest.raises(ConfigError, match=r"adapter\.scale is 1\.0, the checkpoint's is 4\.0"):
+    with pytest.raises(ConfigError, match=r"adapter\.scale is 1\.0, the saved one's is 4\.0"):
         rescaled.load_weights(tmp_path)
     weights = (tmp_path / "adapters.safetensors").read_bytes()
     (tmp_path / "adapters.safetensors").write_bytes(weights[:1000])
@@ -125,30 +126,69 @@ def test_unknown_targets_are_refused_with_the_names_the_model_has():
         tiny(targets=["c_attn"])
 
 
-def test_full_training_of_quantised_weights_is_refused(tmp_path):
+def quantised_folder(path):
+    """The shipped model in 4 bits, as a folder, with its logits."""
     model, _ = mlx_lm.load(str(TINY))
     config = json.loads((TINY / "config.json").read_text())
     nn.quantize(model, group_size=32, bits=4)
     for file in TINY.iterdir():
         if file.suffix in (".json", ".jinja"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights_of(model))
-    opened = {"name": "local", "path": str(tmp_path), "shape": None, "seed": 0, "keep_reference": False}
-    with pytest.raises(ConfigError, match="adapter=full cannot train quantised weights"):
-        open_policy(adapter="full", **opened)
-    assert open_policy(adapter="lora", **opened).trainable_parameters > 0  # QLoRA: the float adapter learns
+            (path / file.name).write_bytes(file.read_bytes())
+    (path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 32, "bits": 4}}))
+    mx.save_safetensors(str(path / "model.safetensors"), weights_of(model))
+    return {"source": "local", "path": str(path), "shape": None, "seed": 0, "keep_reference": False}, model(PROMPT)
+
+
+def test_full_training_of_quantised_weights_is_refused(tmp_path):
+    folder, _ = quantised_folder(tmp_path)
+    with pytest.raises(ConfigError, match="adapter: got full"):
+        open_policy(adapter="full", **folder)
+    assert open_policy(adapter="lora", **folder).trainable_parameters > 0  # QLoRA: the float adapter learns
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "4bit"])
+def test_a_precision_is_that_of_the_base_and_stays_close_to_it(precision):
+    policy = open_policy(**TINY_LORA, precision=precision)
+    base, _ = mlx_lm.load(str(TINY))
+    kinds = {array.dtype for name, array in weights_of(policy.model).items() if "lora" not in name}
+    assert kinds <= {{"float32": mx.float32, "bfloat16": mx.bfloat16, "4bit": mx.uint32}[precision], mx.float32}
+    assert is_quantised(policy.model) == (precision == "4bit")
+    difference = mx.abs(policy.model(PROMPT).astype(mx.float32) - base(PROMPT)).max().item()
+    low, high = {"float32": (0, 0), "bfloat16": (1e-4, 0.5), "4bit": (1e-2, 6)}[precision]  # of logits up to 17
+    assert low <= difference <= high
+    assert ("quantization" in policy.config) == (precision == "4bit")
+
+
+def test_a_quantised_base_becomes_float_when_asked_and_can_then_be_trained_whole(tmp_path):
+    folder, expected = quantised_folder(tmp_path)
+    whole = open_policy(**folder, adapter="full", precision="float32")
+    assert not is_quantised(whole.model) and "quantization" not in whole.config
+    assert mx.abs(whole.model(PROMPT) - expected).max().item() < 1e-3
+
+
+def test_4_bits_are_refused_where_groups_do_not_fit():
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    with pytest.raises(ConfigError, match=r"model\.precision: 4bit needs .* multiple of 64; layers\.1 has 96"):
+        with_precision(model, {}, "4bit")
+
+
+def test_end_marks_are_those_of_every_file(tmp_path):
+    for file in TINY.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    policy = open_policy(**TINY_LORA | {"source": "local", "path": str(tmp_path)})
+    assert policy.eos_ids == {0, 1, 5}  # 1: config.json and tokenizer
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
     with pytest.raises(ConfigError, match="cannot be opened by mlx-lm"):
-        open_policy(name="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
+        open_policy(source="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
 
 
 def test_random_models_are_drawn_from_the_seed_alone():
     draw = lambda seed: open_policy(
-        name="random", path=None, shape="1m", adapter="full", seed=seed, keep_reference=False
+        source="random", path=None, shape="1m", adapter="full", seed=seed, keep_reference=False
     )
     assert mx.array_equal(draw(1).model(PROMPT), draw(1).model(PROMPT))
     assert not mx.array_equal(draw(1).model(PROMPT), draw(2).model(PROMPT))
@@ -174,7 +214,7 @@ def test_the_split_head_gives_what_the_whole_model_gives(monkeypatch):
     trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
     batch = collate([Group("all", tuple(trajectories))])
     split, entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
-    monkeypatch.setattr(forward, "_SPLITTABLE", ())
+    monkeypatch.setattr(forward, "SPLITTABLE", ())
     whole, whole_entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
     assert mx.abs(split - whole).max().item() < 1e-5
     assert mx.abs(entropy - whole_entropy).max().item() < 1e-5
@@ -198,6 +238,55 @@ def test_h07_padding_changes_no_log_probability_of_any_turn():
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
     together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)
-    for row, trajectory in enumerate(trajectories):
-        alone, _ = action_logp(policy.model, collate([Group("one", (trajectory,))]), 1.0)
+    for row, episode in enumerate(trajectories):
+        alone, _ = action_logp(policy.model, collate([Group("one", (episode,))]), 1.0)
         assert mx.abs(together[row, : alone.shape[1]] - alone[0]).max().item() < 1e-5
+
+
+def test_a_frozen_head_in_chunks_gives_the_gradient_of_the_plain_one(monkeypatch):
+    from mlxrl_runs.policy import forward, head
+
+    policy = tiny()
+    shake(policy)
+    trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
+    batch = collate([Group("all", tuple(trajectories))])
+    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 0.8)[0] ** 2).sum())
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * policy.model.args.vocab_size)  # five positions at a time
+    value, chunked = slope(policy.model)
+    monkeypatch.setattr(forward, "SPLITTABLE", ())
+    plain_value, plain = slope(policy.model)
+    assert value.item() == pytest.approx(plain_value.item(), rel=1e-5)
+    for (name, one), (_, other) in zip(tree_flatten(chunked), tree_flatten(plain), strict=True):
+        assert mx.abs(one - other).max().item() < 1e-5 * mx.abs(other).max().item() + 1e-6, name
+
+
+@pytest.mark.parametrize("environment", ["arithmetic", "recurring"])
+def test_a_prompt_computed_once_for_its_group_gives_the_gradient_of_one_pass_a_row(environment, monkeypatch):
+    from mlxrl_runs.policy import forward
+
+    policy = tiny()
+    shake(policy)
+    requests = some_requests(environment, tasks=3, members=4)
+    trajectories, _ = engine_of(policy).play(requests, Sampling())
+    batch = collate(group_up(["a", "b", "c"], trajectories, 4))
+    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 1.0)[0] ** 2).sum())
+    monkeypatch.setattr(forward, "SHARE_FROM", 0.0)
+    value, shared = slope(policy.model)
+    monkeypatch.setattr(forward, "SHARE_FROM", 2.0)
+    plain_value, plain = slope(policy.model)
+    assert value.item() == pytest.approx(plain_value.item(), rel=1e-5)
+    for (name, one), (_, other) in zip(tree_flatten(shared), tree_flatten(plain), strict=True):
+        assert mx.abs(one - other).max().item() < 2e-5 * mx.abs(other).max().item() + 1e-6, name
+
+
+def test_prompts_are_shared_only_where_that_saves_a_quarter_of_the_tokens():
+    from mlxrl_runs.policy.forward import shares_prompts
+    from mlxrl_runs.policy.shared_prompt import Prompts
+
+    def shares(prompt_tokens, action_tokens):  # 2 members: one prompt is computed again
+        members = tuple(trajectory(turn([7] * action_tokens, context=[5] * prompt_tokens), member=i) for i in (0, 1))
+        batch = collate([Group("t", members)])
+        return shares_prompts(batch, Prompts.of(batch))
+
+    assert shares(10, 10) and shares(30, 10)  # 10 of 40 tokens; 30 of 80
+    assert not shares(10, 11)  # 10 of 42

@@ -28,8 +28,9 @@ def documented_names():
 
 
 def is_documented(name):
-    """True for a name of the table; `reward/<part>` stands for every reward/* that has no row of its own."""
-    return name in documented_names() or (name.startswith("reward/") and "reward/<part>" in documented_names())
+    """True for a name of the table; `reward/<part>` stands for every reward/* that has no row of its own, and so on."""
+    openings = [known.split("<")[0] for known in documented_names() if known.endswith(">")]
+    return name in documented_names() or any(name.startswith(opening) for opening in openings)
 
 
 def test_every_metric_has_a_row_of_its_own_with_unit_definition_and_presence():
@@ -40,7 +41,7 @@ def test_every_metric_has_a_row_of_its_own_with_unit_definition_and_presence():
 
 def test_names_are_area_slash_name_and_carry_their_unit():
     for name, (unit, _, _) in documented().items():
-        assert re.fullmatch(r"[a-z]+/([a-z_]+|<part>)", name), name
+        assert re.fullmatch(r"[a-z_]+/([a-z_]+|[a-z_]*<(part|score)>)", name), name
         assert (unit == "bytes") == name.endswith("_bytes"), name
         assert (unit == "seconds") == name.endswith("seconds"), name
         assert (unit == "tokens/s") == name.endswith("_per_second"), name

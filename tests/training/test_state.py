@@ -5,7 +5,8 @@ import mlx.core as mx
 import pytest
 
 from building import one_turn_batch, settings, tiny, updater_of
-from mlxrl_runs.training.state import MANIFEST, Checkpoints
+from mlxrl_runs.core.files import MANIFEST
+from mlxrl_runs.training.state import Checkpoints
 
 
 def saved(tmp_path):

@@ -29,6 +29,35 @@ class StepResult:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Completion:
+    """One action, as a reward function sees it.
+
+    Attributes:
+        text: what the model wrote, special tokens left out.
+        prompt: the observation it answers; `task` names the episode's task.
+        answer: the right answer, where the environment has one.
+        token_count, max_tokens: of the action, and what it might have had.
+        is_truncated: the limit ended it, not the model.
+        paid: what the environment answered.
+    """
+
+    text: str
+    prompt: str
+    task: str
+    answer: str | None
+    token_count: int
+    max_tokens: int
+    is_truncated: bool
+    paid: StepResult
+
+
+class RewardFunction(Protocol):
+    """A part of a reward. Write a function of this form in a file of your own: reward=file reward.file.path=FILE."""
+
+    def __call__(self, completion: Completion) -> float: ...
+
+
 class Environment(Protocol):
     """One episode of one task. Write `reset`, `step`, `state_id` and `max_turns`; nothing else is needed."""
 
@@ -48,6 +77,20 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class HasAnswer(Protocol):
+    """What an environment may offer beside: the right answer, for rewards that compare with one."""
+
+    answer: str
+
+
+@runtime_checkable
+class HasAnswerPrefix(Protocol):
+    """What an environment may offer beside: text its next answer begins with. The model reads it and goes on."""
+
+    answer_prefix: str
+
+
+@runtime_checkable
 class Demonstrator(Protocol):
     """What an environment may offer beside: the two policies that bound what a score can mean."""
 
@@ -56,6 +99,13 @@ class Demonstrator(Protocol):
 
     def random_action(self, generator: random.Random) -> str:
         """A well-formed action drawn without looking at the state."""
+
+
+class Scorer(Protocol):
+    """Turns what an environment paid for an action into the reward that is trained on."""
+
+    def score(self, completion: Completion) -> StepResult:
+        """`completion.paid` with reward, `reward_parts` and `info["success"]` as the run's reward has them."""
 
 
 class EnvironmentFamily(Protocol):
@@ -109,7 +159,8 @@ class Tracker(Protocol):
 
     def log_trajectories(self, step: int, trajectories: "Sequence[TrajectoryRecord]") -> None: ...
 
-    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None: ...
+    def log_evaluation(self, when: str, evaluation: Mapping[str, Any]) -> None:
+        """Args: when: in words, "after step 40"; empty where there is no training."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
 

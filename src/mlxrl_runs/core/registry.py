@@ -1,7 +1,7 @@
-"""Algorithms and environments by name: one file and one yaml each, or an entry point of another package.
+"""Algorithms, environments and rewards by name: one file and one yaml each, or an entry point of another package.
 
 A file `algorithms/NAME.py` registers its class with `@algorithm("NAME")`; a third-party package names its class under
-the entry point group `mlxrl_runs.algorithms` (or `.environments`). Modules are imported when they are asked for.
+the entry point group `mlxrl_runs.algorithms` (or `.environments`, `.rewards`). Modules are imported when asked for.
 """
 
 import importlib
@@ -68,3 +68,4 @@ class Registry:
 
 algorithm = Registry("algorithm", "mlxrl_runs.algorithms", "mlxrl_runs.algorithms")
 environment = Registry("env", "mlxrl_runs.envs", "mlxrl_runs.environments")
+reward = Registry("reward", "mlxrl_runs.rewards", "mlxrl_runs.rewards")

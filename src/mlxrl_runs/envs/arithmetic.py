@@ -13,7 +13,12 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.settings import Int, NonNegative, Recommended, Settings, UnitInterval
 from mlxrl_runs.core.task_space import TaskSpace
 
-ANSWER = re.compile(r"\s*<think>[^<]*</think>\s*<solution>(-?[0-9]{1,12})</solution>\s*")
+NUMBER = r"(-?[0-9]{1,12})"
+ANSWERS = {
+    "tags": re.compile(rf"\s*<think>[^<]*</think>\s*<solution>{NUMBER}</solution>\s*"),
+    "number": re.compile(rf"\s*{NUMBER}\s*"),
+}
+OPERATOR = re.compile(r"(?<=[\d)])([-+*])")  # not the sign of a number
 OPERATORS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
@@ -25,8 +30,12 @@ class Arithmetic(Settings):
         min_operand, max_operand: range of every operand, both ends included.
         operators: drawn for each place between operands; multiplication binds first.
         levels: 1 is `a+b`, 2 is `a+b-c`, 3 is `a-(b+c)`; a task's level is drawn from these.
+        answers: the form that is paid for: <think>..</think><solution>INTEGER</solution>, or the bare integer.
         format_reward: paid for exactly one well-formed answer; exact_reward: for the right integer in it.
         held_out_fraction: share of all problems that is never trained on (at most 2000).
+        question: what the model reads, with {problem} in it.
+        answer_prefix: what its answer begins with, {problem} in it too; it goes on from there. Empty: nothing.
+        spaces: write problems as `a + b`, not `a+b`.
         explain: put the expected format before the problem; for models that do not know it yet.
     """
 
@@ -35,9 +44,13 @@ class Arithmetic(Settings):
     max_operand: Int
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1)]
     levels: Annotated[tuple[Literal[1, 2, 3], ...], Field(min_length=1)]
+    answers: Literal["tags", "number"]
     format_reward: NonNegative
     exact_reward: NonNegative
     held_out_fraction: UnitInterval
+    question: Annotated[str, Field(pattern=r"\{problem\}")]
+    answer_prefix: str
+    spaces: bool
     explain: bool
     recommended: Recommended
 
@@ -104,11 +117,25 @@ class Problem:
         self._answer = solve(problem)
 
     def reset(self) -> str:
-        rule = "Compute. Answer as <think>...</think><solution>INTEGER</solution>.\n" if self._settings.explain else ""
-        return f"{rule}{self._problem} ="
+        form = self._form("...", "INTEGER")
+        return (f"Compute. Answer as {form}.\n" if self._settings.explain else "") + self._written(
+            self._settings.question
+        )
+
+    @property
+    def answer(self) -> str:
+        return str(self._answer)
+
+    @property
+    def answer_prefix(self) -> str:
+        return self._written(self._settings.answer_prefix)
+
+    def _written(self, template: str) -> str:
+        problem = OPERATOR.sub(r" \1 ", self._problem) if self._settings.spaces else self._problem
+        return template.replace("{problem}", problem)
 
     def step(self, action: str) -> StepResult:
-        match = ANSWER.fullmatch(action)
+        match = ANSWERS[self._settings.answers].fullmatch(action)
         exact = match is not None and int(match[1]) == self._answer
         parts = {
             "format": self._settings.format_reward if match else 0.0,
@@ -120,11 +147,18 @@ class Problem:
         return self._problem
 
     def oracle_action(self) -> str:
-        return f"<think></think><solution>{self._answer}</solution>"
+        return self._form("", self._answer)
 
     def random_action(self, generator: random.Random) -> str:
         bound = 2 * max(abs(self._settings.min_operand), abs(self._settings.max_operand))
-        return f"<think></think><solution>{generator.randint(-bound, bound)}</solution>"
+        return self._form("", generator.randint(-bound, bound))
+
+    def _form(self, thought: str, number: object) -> str:
+        if self._settings.answers == "number":
+            return (
+                f" {number}" if self._settings.answer_prefix else str(number)
+            )  # the space belongs to the number's token
+        return f"<think>{thought}</think><solution>{number}</solution>"
 
 
 def solve(problem: str) -> int:

@@ -1,20 +1,15 @@
 """A user's own environment: a file and the name of a factory in it."""
 
-import importlib.util
-import os
 import random
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.protocols import Environment
-from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.core.settings import PositiveInt, Recommended, Settings
-from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.core.user_code import check_file, load_callable
 
 
 @registry.environment("python")
@@ -39,11 +34,32 @@ class PythonFile(Settings):
 
     @model_validator(mode="after")
     def _exists(self) -> "PythonFile":
-        if not os.path.isfile(Path(self.file).expanduser()):
-            raise ValueError(f"file={self.file} is no file that can be read; give the path of a Python file")
+        check_file(self.file, "file")
         if self.held_out >= self.tasks:
             raise ValueError(f"held_out={self.held_out} leaves no task to train on; tasks={self.tasks}")
         return self
+
+    @classmethod
+    def of(
+        cls,
+        make: Callable[[str, int, int], Environment],
+        file: str,
+        factory: str,
+        tasks: int,
+        held_out: int,
+        recommended: Mapping[str, Any],
+    ) -> "PythonFile":
+        """A factory that is at hand already; `file` and `factory` say where it came from."""
+        family = cls.model_construct(
+            name="python",
+            file=file,
+            factory=factory,
+            tasks=tasks,
+            held_out=held_out,
+            recommended=Recommended.model_validate(recommended),
+        )
+        family._make = make
+        return family
 
     def sample_task(self, generator: random.Random) -> str:
         return str(generator.randrange(self.tasks - self.held_out))
@@ -53,21 +69,5 @@ class PythonFile(Settings):
 
     def make(self, task: str, seed: int, group_index: int) -> Environment:
         if self._make is None:
-            self._make = self._load()
+            self._make = load_callable(self.file, self.factory, file_key="env.file", name_key="env.factory")
         return self._make(task, seed, group_index)
-
-    def _load(self) -> Callable[[str, int, int], Environment]:
-        path = Path(self.file).expanduser().resolve()
-        name = f"mlxrl_runs_user_{derive_seed(path):x}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"env.file={self.file} is no Python file: its name must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and typing look their module up there
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise ConfigError(f"env.file={self.file} cannot be imported: {type(error).__name__}: {error}") from error
-        if not callable(getattr(module, self.factory, None)):
-            raise ConfigError(f"env.factory={self.factory}: env.file={self.file} has no callable of that name")
-        return getattr(module, self.factory)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,10 @@ class Recurring(Settings):
         malformed_penalty: taken off for an action that is no `<action>verb</action>`, under either reward.
         held_out_fraction: share of all tasks that is never trained on.
         explain: put the rules before the first observation; for models that do not know the format yet.
+        answer_prefix: what every answer begins with ("<action>"); the model goes on from there. Empty: nothing.
     """
+
+    gives_answers: ClassVar[bool] = False  # several actions are right or wrong, by the door
 
     name: Literal["recurring"]
     rooms: Annotated[Int, Field(ge=1, le=8)]
@@ -54,6 +57,7 @@ class Recurring(Settings):
     malformed_penalty: NonNegative
     held_out_fraction: UnitInterval
     explain: bool
+    answer_prefix: str
     recommended: Recommended
 
     @model_validator(mode="after")
@@ -93,6 +97,7 @@ class Doors:
 
     def __init__(self, world: Recurring, doors: Sequence[str]):
         self.max_turns = world.max_turns
+        self.answer_prefix = world.answer_prefix
         self._world = world
         self._doors = doors
         self._room = 0
@@ -102,7 +107,7 @@ class Doors:
         return (self._rules() + "\n" if self._world.explain else "") + self._observation()
 
     def step(self, action: str) -> StepResult:
-        match = ACTION.fullmatch(action)
+        match = ACTION.fullmatch(self.answer_prefix + action)
         if match is None:
             return self._result({"malformed": -self._world.malformed_penalty})
         if match[1] != self._world.verb_of(self._doors[self._room]):
@@ -117,10 +122,14 @@ class Doors:
         return f"{'-'.join(self._doors)}@{self._room}"
 
     def oracle_action(self) -> str:
-        return f"<action>{self._world.verb_of(self._doors[self._room])}</action>"
+        return self._action(self._world.verb_of(self._doors[self._room]))
 
     def random_action(self, generator: random.Random) -> str:
-        return f"<action>{generator.choice(VERBS[: self._world.verbs])}</action>"
+        return self._action(generator.choice(VERBS[: self._world.verbs]))
+
+    def _action(self, verb: str) -> str:
+        """What the model would have to write behind the prefix."""
+        return f"<action>{verb}</action>".removeprefix(self.answer_prefix)
 
     def _result(self, paid: dict[str, float]) -> StepResult:
         done = self._room == len(self._doors)

@@ -10,7 +10,10 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+from mlxrl_runs.errors import ConfigError
+
 REMEMBERED = 1024  # texts, each way
+_REMEDY = "Give the model folder another chat_template.jinja, or another model.path."
 _FIRST, _ANSWER, _NEXT = "\x02first\x02", "\x02answer\x02", "\x02next\x02"
 
 
@@ -23,25 +26,33 @@ class Context:
 
 
 class ChatFormat:
-    """How one tokenizer's conversations are written."""
+    """How one tokenizer's conversations are written.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    Args: thinking: passed to the chat template as enable_thinking; None leaves the choice to the template.
+    Raises: ConfigError when the template has no such choice, or cannot be cut into pieces.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None):
         self._tokenizer = tokenizer
         # observations and short actions recur; without this the tokenizer takes a sixth of an evaluation (2.8 s -> 2.4)
         self._encode = lru_cache(REMEMBERED)(self._encode_now)
         self._decode = lru_cache(REMEMBERED)(self._decode_now)
-        self._before_first, self._after_first, self._before_next, self._after_next = _pieces(tokenizer)
+        self._before_first, self._after_first, self._before_next, self._after_next = _pieces(tokenizer, thinking)
 
-    def first(self, observation: str) -> Context:
-        """The prompt."""
-        return self._encode(self._before_first, observation, self._after_first)
+    def first(self, observation: str, prefix: str = "") -> Context:
+        """The prompt. `prefix` is what the answer begins with: read by the model, never trained."""
+        return self._encode(self._before_first, observation, self._after_first + prefix)
 
-    def next(self, observation: str, ended_with_eos: bool) -> Context:
+    def next(self, observation: str, ended_with_eos: bool, prefix: str = "") -> Context:
         """What follows an action. The end mark of the action is added unless the policy wrote it itself."""
         before = self._before_next
         if ended_with_eos:
             before = before.removeprefix(self._tokenizer.eos_token)
-        return self._encode(before, observation, self._after_next)
+        return self._encode(before, observation, self._after_next + prefix)
+
+    def action_tokens(self, text: str) -> list[int]:
+        """What a policy that writes `text` and ends there has sampled."""
+        return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
 
     def action_text(self, action: list[int]) -> str:
         """What the environment reads: special tokens left out."""
@@ -61,16 +72,37 @@ class ChatFormat:
         return Context(tuple(encoded["input_ids"]), span)
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str, str]:
-    if not tokenizer.chat_template:
+def _pieces(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> tuple[str, str, str, str]:
+    """What stands before and after the first observation, and between an answer, the next observation and an answer."""
+    template = tokenizer.chat_template
+    if thinking is not None and "enable_thinking" not in str(template):
+        raise ConfigError(
+            f"model.thinking: got {str(thinking).lower()}; this model's chat template does not know enable_thinking, "
+            "so nothing would change. Try model.thinking=null."
+        )
+    if not template:
         return "", "\n", "\n", "\n"
     messages = [{"role": "user", "content": _FIRST}]
-    before_first, after_first = _render(tokenizer, messages).split(_FIRST)
+    before_first, after_first = _cut(_render(tokenizer, messages, thinking), _FIRST)
     messages += [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-    after_answer = _render(tokenizer, messages).split(_ANSWER)[1]
-    before_next, after_next = after_answer.split(_NEXT)
+    before_next, after_next = _cut(_cut(_render(tokenizer, messages, thinking), _ANSWER)[1], _NEXT)
     return before_first, after_first, before_next, after_next
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], thinking: bool | None) -> str:
+    choice = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **choice)
+    except Exception as error:  # Jinja's, and whatever a template raises on purpose
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}. {_REMEDY}") from error
+
+
+def _cut(text: str, marker: str) -> tuple[str, str]:
+    parts = text.split(marker)
+    if len(parts) != 2:
+        raise ConfigError(
+            f"the chat template writes a message {len(parts) - 1} times where once is needed, so its text cannot be "
+            f"taken apart into what is read and what is written. {_REMEDY}"
+        )
+    return parts[0], parts[1]

@@ -77,7 +77,7 @@ def copy_adapter(weights: Path, base: Path, folder: Path) -> None:
 def copy_model(policy: Policy, weights: Path, folder: Path) -> None:
     """The whole model that a run saved, without what only a resumed run reads."""
     shutil.copytree(weights, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*NOT_OF_THE_MODEL))
-    generation = None if policy.folder is None else policy.folder / "generation_config.json"
+    generation = None if policy.origin.folder is None else policy.origin.folder / "generation_config.json"
     if generation is not None and generation.is_file() and not (folder / generation.name).exists():
         shutil.copy(generation, folder)
 
@@ -97,7 +97,7 @@ def write_fused(policy: Policy, folder: Path, *, dequantize: bool) -> None:
     if dequantize:
         dequantize_model(policy.model)
         config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    save_model(folder, policy.folder or TINY, policy.model, policy.tokenizer, config, donate_model=False)
+    save_model(folder, policy.origin.folder or TINY, policy.model, policy.tokenizer, config, donate_model=False)
     (folder / "README.md").unlink(missing_ok=True)  # mlx-lm's model card says nothing about this model
 
 
@@ -106,11 +106,11 @@ def base_folder(policy: Policy) -> Path:
 
     Raises: ConfigError for weights that were drawn, which lie in no folder.
     """
-    if policy.folder is None:
+    if policy.origin.folder is None:
         raise ConfigError(
             "model=random: its weights lie in no folder, so mlx-lm cannot put an adapter on them. Try --fuse."
         )
-    return policy.folder
+    return policy.origin.folder
 
 
 def talk_commands(model: str, adapter: str | None, prompt: str) -> Sequence[str]:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlxrl_runs.policy.forward import last_logits
 from mlxrl_runs.rollout.cache import RaggedKVCache, RowLengths
 
 
@@ -51,9 +52,8 @@ class BatchedDecoder:
         width = max(len(row) for row in tokens)
         padded = mx.array([[*row, *([0] * (width - len(row)))] for row in tokens])
         self._lengths.begin(width)
-        logits = self._model(padded, cache=self._caches)
-        last = mx.array([len(row) - 1 for row in tokens])[:, None, None]
-        logits = mx.take_along_axis(logits, last, axis=1)[:, 0]
+        last = mx.array([len(row) - 1 for row in tokens])
+        logits = last_logits(self._model, padded, last, self._caches)
         self._lengths.host = [length + len(row) for length, row in zip(self._lengths.host, tokens, strict=True)]
         return logits
 
@@ -106,7 +106,7 @@ class SingleDecoder:
     def feed(self, tokens: Sequence[Sequence[int]]) -> mx.array:
         [row] = tokens
         self._length += len(row)
-        return self._model(mx.array([list(row)]), cache=self._caches)[:, -1]
+        return last_logits(self._model, mx.array([list(row)]), mx.array([len(row) - 1]), self._caches)
 
     def step(self, tokens: mx.array, growing: Sequence[bool]) -> mx.array:
         self._length += 1

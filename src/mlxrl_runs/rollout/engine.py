@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl_runs.core.protocols import Environment
+from mlxrl_runs.core.protocols import Completion, Environment, HasAnswer, Scorer, StepResult
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, StopReason, Trajectory, Turn
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.maths.scalars import integers, numbers
 from mlxrl_runs.policy.chat import ChatFormat, Context
 from mlxrl_runs.rollout.decoder import BatchedDecoder, Decoder, SingleDecoder
-from mlxrl_runs.rollout.environment import ask_state, opened, reset, step
+from mlxrl_runs.rollout.environment import answer_prefix, ask_state, opened, reset, step
 from mlxrl_runs.rollout.sampling import Sampling, draw, row_keys
 
 COMPACT_BELOW = 0.75  # rows still writing, as a share of the rows decoded, under which the others leave the batch
@@ -45,12 +45,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to play. `key` names its random draws: equal keys draw equal tokens."""
+    """One episode to play. `key` names its random draws: equal keys draw equal tokens. A `greedy` one draws none."""
 
     task: str
     member: int
     make: Callable[[], Environment]
     key: tuple[object, ...]
+    greedy: bool = False
 
 
 @dataclass
@@ -91,6 +92,7 @@ class RolloutEngine:
     Args:
         mode: "batched" decodes all rows together; "sequential" plays one episode after the other and needs the memory
             of one row. Both draw the same tokens, up to ties between scores that differ by rounding alone.
+        scorer: turns what environments pay into the run's reward; None leaves it as it is.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class RolloutEngine:
         limits: Limits,
         mode: str = "batched",
         stop: StopRequest | None = None,
+        scorer: Scorer | None = None,
     ):
         self._model = model
-        self._chat = chat
+        self.chat = chat
         self._eos_ids = eos_ids
         self._limits = limits
         self._stop = stop or StopRequest()
+        self._scorer = scorer
         self.mode = mode
         self.mode_reason = "as configured"
         if mode == "batched" and not BatchedDecoder.supports(model):
@@ -156,7 +160,7 @@ class RolloutEngine:
         self._stop.raise_if_requested()
         environment, max_turns = opened(request.make, request.task)
         observation = reset(environment, request.task)
-        context = self._chat.first(observation)
+        context = self.chat.first(observation, answer_prefix(environment))
         if len(context.tokens) > self._limits.max_prompt_tokens:
             raise ConfigError(
                 f"the prompt of task {request.task!r} has {len(context.tokens)} tokens, more than "
@@ -193,10 +197,11 @@ class RolloutEngine:
         """Sample until every row has ended its action; rows that ended leave once they are a quarter of the batch."""
         actions = [_Action() for _ in episodes]
         keys = row_keys([(*episode.request.key, len(episode.turns)) for episode in episodes])
+        greedy = mx.array([[episode.request.greedy] for episode in episodes])
         rows, part = list(range(len(episodes))), decoder
         for position in range(self._limits.max_completion_tokens):
             self._stop.raise_if_requested()
-            drawn = draw(logits, keys, position, sampling, with_margin=statistics.margins is not None)
+            drawn = draw(logits, keys, position, sampling, greedy, with_margin=statistics.margins is not None)
             tokens, logps = integers(drawn.tokens), numbers(drawn.logp)
             margins = None if drawn.margin is None else numbers(drawn.margin)
             for place, row in enumerate(rows):
@@ -213,7 +218,7 @@ class RolloutEngine:
                 if part is not decoder:
                     decoder.put_back(part, rows)
                 rows, kept = [rows[place] for place in writing], mx.array(writing)
-                part, keys, last = decoder.select(rows), keys[kept], last[kept]
+                part, keys, greedy, last = decoder.select(rows), keys[kept], greedy[kept], last[kept]
             logits = part.step(last, [actions[row].stop is None for row in rows])
         if part is not decoder:
             decoder.put_back(part, rows)
@@ -230,16 +235,55 @@ class RolloutEngine:
             action.stop = StopReason.LENGTH
 
     def _holds_stop_string(self, tokens: list[int]) -> bool:
-        text = self._chat.action_text(tokens)
+        text = self.chat.action_text(tokens)
         return any(stop in text for stop in self._limits.stop_strings)
+
+    def step(
+        self,
+        environment: Environment,
+        text: str,
+        where: str,
+        *,
+        prompt: str,
+        task: str,
+        token_count: int,
+        is_truncated: bool = False,
+    ) -> StepResult:
+        """Play an action; the environment's answer comes back with the reward that the run pays.
+
+        Raises: EnvironmentFailure when the environment or a part of the reward fails.
+        """
+        if self._scorer is None:
+            return step(environment, text, where)
+        answer = environment.answer if isinstance(environment, HasAnswer) else None  # before the world moves on
+        return self._scorer.score(
+            Completion(
+                text=text,
+                prompt=prompt,
+                task=task,
+                answer=answer,
+                token_count=token_count,
+                max_tokens=self._limits.max_completion_tokens,
+                is_truncated=is_truncated,
+                paid=step(environment, text, where),
+            )
+        )
 
     def _answer(self, episode: _Episode, action: _Action) -> None:
         """Let the environment answer one action and decide whether the episode goes on."""
         assert action.stop is not None
         where = f"task {episode.request.task!r}, turn {len(episode.turns) + 1}"
-        text = self._chat.action_text(action.tokens)
+        text = self.chat.action_text(action.tokens)
         state = ask_state(episode.environment, episode.observation, where)
-        result = step(episode.environment, text, where)
+        result = self.step(
+            episode.environment,
+            text,
+            where,
+            prompt=episode.observation,
+            task=episode.request.task,
+            token_count=len(action.tokens),
+            is_truncated=action.stop is StopReason.LENGTH,
+        )
         episode.turns.append(
             Turn(
                 context=episode.context.tokens,
@@ -259,7 +303,7 @@ class RolloutEngine:
         if result.done:
             episode.end = EndReason.ENV_DONE
             return
-        context = self._chat.next(result.observation, ended_with_eos=action.stop is StopReason.EOS)
+        context = self.chat.next(result.observation, action.stop is StopReason.EOS, answer_prefix(episode.environment))
         next_tokens = episode.tokens + len(context.tokens) + self._limits.max_completion_tokens
         if len(episode.turns) >= episode.max_turns:
             episode.end, episode.final_context = EndReason.MAX_TURNS, context.tokens

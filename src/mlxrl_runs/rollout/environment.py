@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from numbers import Real
 
-from mlxrl_runs.core.protocols import Environment, StepResult
+from mlxrl_runs.core.protocols import Environment, HasAnswerPrefix, StepResult
 from mlxrl_runs.errors import EnvironmentFailure, MlxrlError
 
 FLOAT32_LARGEST = 3.4028234e38  # rewards become float32 advantages
@@ -19,7 +19,7 @@ def opened(make: Callable[[], Environment], task: str) -> tuple[Environment, int
     except MlxrlError:
         raise
     except Exception as error:
-        raise EnvironmentFailure(f"task {task!r}: making its environment raised {_named(error)}") from error
+        raise EnvironmentFailure(f"task {task!r}: making its environment raised {named(error)}") from error
     missing = [name for name in ("reset", "step", "state_id") if not callable(getattr(environment, name, None))]
     if missing:
         made = type(environment).__name__
@@ -35,7 +35,7 @@ def reset(environment: Environment, task: str) -> str:
     try:
         observation = environment.reset()
     except Exception as error:
-        raise EnvironmentFailure(f"task {task!r}: reset() raised {_named(error)}") from error
+        raise EnvironmentFailure(f"task {task!r}: reset() raised {named(error)}") from error
     return _text(observation, f"task {task!r}: reset() must return the first observation as text")
 
 
@@ -44,7 +44,13 @@ def ask_state(environment: Environment, observation: str, where: str) -> str:
     try:
         return str(environment.state_id(observation))
     except Exception as error:
-        raise EnvironmentFailure(f"{where}: state_id() raised {_named(error)}") from error
+        raise EnvironmentFailure(f"{where}: state_id() raised {named(error)}") from error
+
+
+def answer_prefix(environment: Environment) -> str:
+    """What the next answer begins with; empty where the environment has no such thing."""
+    prefix = environment.answer_prefix if isinstance(environment, HasAnswerPrefix) else ""
+    return _text(prefix, "answer_prefix must be text")
 
 
 def step(environment: Environment, action: str, where: str) -> StepResult:
@@ -55,12 +61,12 @@ def step(environment: Environment, action: str, where: str) -> StepResult:
     try:
         result = environment.step(action)
     except Exception as error:
-        raise EnvironmentFailure(f"{where}: step() raised {_named(error)}") from error
+        raise EnvironmentFailure(f"{where}: step() raised {named(error)}") from error
     if not isinstance(result, StepResult):
         raise EnvironmentFailure(f"{where}: step() must return a StepResult, got {type(result).__name__}")
     return StepResult(
         observation=_text(result.observation, f"{where}: the observation must be text"),
-        reward=_number(result.reward, f"{where}: the reward"),
+        reward=finite_number(result.reward, f"{where}: the reward"),
         done=bool(result.done),
         info=_numbers(result.info, f"{where}: info"),
         reward_parts=_numbers(result.reward_parts, f"{where}: reward_parts"),
@@ -77,7 +83,7 @@ def _text(value: object, rule: str) -> str:
     return value
 
 
-def _number(value: object, what: str) -> float:
+def finite_number(value: object, what: str) -> float:
     """True and False count as 1 and 0; a list of one number is a wrong count, not a number."""
     if not isinstance(value, Real):
         raise EnvironmentFailure(f"{what} must be one number, got {value!r}")
@@ -89,8 +95,8 @@ def _number(value: object, what: str) -> float:
 def _numbers(values: object, what: str) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise EnvironmentFailure(f"{what} must map names to numbers, got {values!r}")
-    return {str(name): _number(value, f"{what}[{name!r}]") for name, value in values.items()}
+    return {str(name): finite_number(value, f"{what}[{name!r}]") for name, value in values.items()}
 
 
-def _named(error: Exception) -> str:
+def named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -49,15 +49,15 @@ class OnPolicy:
         self._sampling = sampling
         self._seed = seed
         self._tasks_per_step = tasks_per_step
-        self._group_size = group_size
+        self.group_size = group_size
         self.statistics = RolloutStatistics()
 
     def groups(self, step: int) -> list[Group]:
         """The groups of one step; `statistics` then tells what they cost."""
         tasks = self._tasks(step)
-        requests = requests_of(self._family, tasks, self._group_size, self._seed, ("train", step))
+        requests = requests_of(self._family, tasks, self.group_size, self._seed, ("train", step))
         trajectories, self.statistics = self._engine.play(requests, self._sampling)
-        return group_up(tasks, trajectories, self._group_size)
+        return group_up(tasks, trajectories, self.group_size)
 
     def _tasks(self, step: int) -> list[str]:
         stream = generator(self._seed, "tasks", step)

@@ -13,18 +13,16 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-        temperature: divides the logits, > 0. The log-probabilities use it too, also when `greedy`.
+        temperature: divides the logits, > 0. The log-probabilities use it too, also those of greedy rows.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
         top_k: keep this many; 0 keeps all.
-        greedy: take the likeliest token instead of drawing.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
-    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,18 +46,26 @@ def row_keys(parts: Sequence[tuple[object, ...]]) -> mx.array:
     return mx.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], dtype=mx.uint32)
 
 
-def draw(logits: mx.array, keys: mx.array, position: int, sampling: Sampling, with_margin: bool = False) -> Draw:
+def draw(
+    logits: mx.array,
+    keys: mx.array,
+    position: int,
+    sampling: Sampling,
+    greedy: mx.array | None = None,
+    with_margin: bool = False,
+) -> Draw:
     """Draw from softmax(logits / temperature), cut down by top-k, top-p and min-p, by the Gumbel-max trick.
 
     Args:
         logits: (B, V).
         keys: (B, 2), see `row_keys`; `position` counts the tokens drawn from them so far.
+        greedy: (B, 1) bool, rows that take the likeliest token instead of drawing; None for none of them.
     """
     scaled = logits.astype(mx.float32) / sampling.temperature
     scores = _kept(scaled, sampling)
-    if not sampling.greedy:
-        counter = keys + mx.array([0, position], dtype=mx.uint32)
-        scores = scores + mx.vmap(lambda key: mx.random.gumbel((logits.shape[-1],), key=key))(counter)
+    counter = keys + mx.array([0, position], dtype=mx.uint32)
+    noise = mx.vmap(lambda key: mx.random.gumbel((logits.shape[-1],), key=key))(counter)
+    scores = scores + noise if greedy is None else mx.where(greedy, scores, scores + noise)
     tokens = mx.argmax(scores, axis=-1)
     chosen = mx.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     margin = None

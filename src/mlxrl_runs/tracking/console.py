@@ -106,10 +106,9 @@ class ConsoleTracker:
         if best is not None and best.trajectory.turns:
             self._sample = f"{best.trajectory.total_reward:.2f} for: {best.trajectory.turns[-1].text}"
 
-    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
+    def log_evaluation(self, when: str, evaluation: Mapping[str, Any]) -> None:
         scores = [f"{name} {score['success']:.3f}" for name, score in evaluation.items() if "success" in score]
-        when = "" if not self._trains else " before training" if step == 0 else f" after step {step}"
-        text = Text.assemble(("held-out success", "bold"), f"{when}: {', '.join(scores)}")
+        text = Text.assemble(("held-out success", "bold"), f" {when}".rstrip(), f": {', '.join(scores)}")
         if scores:
             self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 

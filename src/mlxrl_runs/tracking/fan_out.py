@@ -51,8 +51,8 @@ class FanOut:
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryRecord]) -> None:
         self._each(lambda tracker: tracker.log_trajectories(step, trajectories))
 
-    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        self._each(lambda tracker: tracker.log_evaluation(step, evaluation))
+    def log_evaluation(self, when: str, evaluation: Mapping[str, Any]) -> None:
+        self._each(lambda tracker: tracker.log_evaluation(when, evaluation))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._each(lambda tracker: tracker.finish(summary, exit_code))

@@ -56,7 +56,7 @@ class JsonlTracker:
         for record in trajectories:
             _write(self._trajectories, episode(step, record))
 
-    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
+    def log_evaluation(self, when: str, evaluation: Mapping[str, Any]) -> None:
         """Nothing: the run writes evaluation.json, and a step's own eval/* numbers come with its metrics."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

@@ -105,7 +105,7 @@ class WeightsAndBiasesTracker:
         records = tuple(trajectories)
         self._later(lambda run: self._log_episodes(run, step, records))
 
-    def log_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
+    def log_evaluation(self, when: str, evaluation: Mapping[str, Any]) -> None:
         """Nothing: a step's eval/* numbers come with its metrics, as in metrics.jsonl."""
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

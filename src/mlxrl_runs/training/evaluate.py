@@ -5,17 +5,19 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from mlxrl_runs import maths
 from mlxrl_runs.core.protocols import Demonstrator, Environment, EnvironmentFamily
 from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.rollout.engine import RolloutEngine
-from mlxrl_runs.rollout.environment import opened, reset, step
+from mlxrl_runs.rollout.environment import opened, reset
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
-Score = dict[str, float]
+Score = dict[str, Any]  # numbers, and the named parts of the reward under `parts`
 
 
 class Evaluator:
@@ -49,33 +51,48 @@ class Evaluator:
         self._bounds: dict[str, Score] | None = None
 
     def evaluate(self) -> dict[str, Score]:
-        """`sampled` and `greedy` {success, reward, episodes}; `random` and `oracle` where the environment has them."""
-        greedy = replace(self._sampling, greedy=True)
-        scores = {
-            "sampled": _score(self._play(self._members, self._sampling)),
-            "greedy": _score(self._play(1, greedy)),  # one episode a task: every other would be the same
-        }
+        """Scores of the `sampled` and `greedy` policy; of `random` and `oracle` where the environment has them."""
+        sampled, greedy = self._play()
+        scores = {"sampled": _score(sampled), "greedy": _score(greedy)}
         if self._bounds is None:
-            self._bounds = bounds(self._family, self._tasks, self._seed, self._stop)
+            self._bounds = bounds(self._engine, self._family, self._tasks, self._seed, self._stop)
         return scores | self._bounds
 
-    def _play(self, members: int, sampling: Sampling) -> list[Trajectory]:
-        requests = requests_of(self._family, self._tasks, members, self._seed, ("evaluation",))
+    def _play(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """(sampled, greedy) episodes, those of a task side by side so that they share its prompt."""
+        sampled = requests_of(self._family, self._tasks, self._members, self._seed, ("evaluation",))
+        requests = []
+        for first in range(0, len(sampled), self._members):
+            of_task = sampled[first : first + self._members]
+            requests += [*of_task, replace(of_task[0], greedy=True)]  # one a task: every other would be the same
         parts = (requests[start : start + self._rows] for start in range(0, len(requests), self._rows))
-        return [trajectory for part in parts for trajectory in self._engine.play(part, sampling)[0]]
+        played = [trajectory for part in parts for trajectory in self._engine.play(part, self._sampling)[0]]
+        pairs = list(zip(requests, played, strict=True))
+        return (
+            [trajectory for request, trajectory in pairs if not request.greedy],
+            [trajectory for request, trajectory in pairs if request.greedy],
+        )
 
 
 def _score(trajectories: Sequence[Trajectory]) -> Score:
+    """Means over episodes, the spread of their rewards, and the parts of it that were named."""
     count = len(trajectories)
+    returns = [trajectory.total_reward for trajectory in trajectories]
+    parts: dict[str, float] = {}
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        for part, value in turn.reward_parts.items():
+            parts[part] = parts.get(part, 0.0) + value / count
     return {
         "success": sum(trajectory.success for trajectory in trajectories) / count,
-        "reward": sum(trajectory.total_reward for trajectory in trajectories) / count,
+        "reward": sum(returns) / count,
+        "reward_std": maths.baselines.sample_std(returns),
+        "parts": dict(sorted(parts.items())),
         "episodes": count,
     }
 
 
 def bounds(
-    family: EnvironmentFamily, tasks: Sequence[str], seed: int, stop: StopRequest | None = None
+    engine: RolloutEngine, family: EnvironmentFamily, tasks: Sequence[str], seed: int, stop: StopRequest | None = None
 ) -> dict[str, Score]:
     """What acting at random and acting perfectly earn on these tasks; empty when the environment cannot say."""
 
@@ -91,12 +108,13 @@ def bounds(
     }
     stream = generator(seed, "bounds")
     return {
-        name: _average([_play_by_hand(*make(task), task, act, stream) for task in tasks])
+        name: _average([_play_by_hand(engine, *make(task), task, act, stream) for task in tasks])
         for name, act in policies.items()
     }
 
 
 def _play_by_hand(
+    engine: RolloutEngine,
     environment: Environment,
     max_turns: int,
     task: str,
@@ -105,11 +123,13 @@ def _play_by_hand(
 ) -> tuple[float, float]:
     """(success, total reward) of one episode."""
     assert isinstance(environment, Demonstrator)
-    reset(environment, task)
+    observation = reset(environment, task)
     total, success = 0.0, 0.0
     for turn in range(max_turns):
-        result = step(environment, act(environment, stream), f"task {task!r}, turn {turn + 1}")
-        total, success = total + result.reward, result.info.get("success", 0.0)
+        text = act(environment, stream)
+        where, tokens = f"task {task!r}, turn {turn + 1}", len(engine.chat.action_tokens(text))
+        result = engine.step(environment, text, where, prompt=observation, task=task, token_count=tokens)
+        total, success, observation = total + result.reward, result.info.get("success", 0.0), result.observation
         if result.done:
             break
     return success, total

@@ -1,8 +1,9 @@
 """The training loop: roll out, score, credit, update, log, evaluate, save."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -10,11 +11,12 @@ from mlxrl_runs.core.batch import Batch, collate
 from mlxrl_runs.core.protocols import Algorithm, Tracker, TrajectoryRecord
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Group
-from mlxrl_runs.errors import Interrupted
+from mlxrl_runs.errors import Interrupted, TrainingError
 from mlxrl_runs.maths.scalars import table
 from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.rollout.on_policy import OnPolicy
+from mlxrl_runs.training.collapse import ADVICE, CollapseGuard
 from mlxrl_runs.training.evaluate import Evaluator, Score
 from mlxrl_runs.training.metrics import (
     Metrics,
@@ -24,8 +26,10 @@ from mlxrl_runs.training.metrics import (
     update_metrics,
 )
 from mlxrl_runs.training.score import score
+from mlxrl_runs.training.signal import lack_of_signal
 from mlxrl_runs.training.state import Checkpoints
 from mlxrl_runs.training.update import Updater
+from mlxrl_runs.training.warm_start import WarmStarter, warm_start_metrics
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,18 @@ class Cadence:
     budget_episodes: int | None = None
     budget_minutes: float | None = None
     inject_nan_step: int | None = None
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint of the best evaluation so far, by held-out greedy success."""
+
+    step: int
+    success: float
+    folder: Path
+
+
+StepCallback = Callable[[int, Metrics], object]  # (step, its metrics); True ends training after this step
 
 
 @dataclass
@@ -82,18 +98,24 @@ class Trainer:
     temperature: float
     micro_batch_rows: int
     stop: StopRequest
+    say: Callable[[str], None]
+    fix_reference: Callable[[], None]
+    warm_starter: WarmStarter | None = None
+    guard: CollapseGuard | None = None
+    callbacks: Sequence[StepCallback] = ()
     progress: Progress = field(default_factory=Progress)
     evaluations: dict[str, dict[str, Score] | None] = field(default_factory=lambda: {"before": None, "after": None})
     final: Metrics = field(default_factory=dict)
     best: Metrics = field(default_factory=dict)
+    best_checkpoint: BestCheckpoint | None = None
 
     def train(self) -> None:
-        """Train to the end of the budget, evaluating before and after."""
+        """Train to the end of the budget, evaluating before and after.
+
+        Raises: TrainingError when the collapse guard stops it; the policy is then the best one that was kept.
+        """
         try:
-            before = self._evaluate(0)
-            self.evaluations["before"] = before
-            self.tracker.log(0, evaluation_metrics(before))
-            self._remember(evaluation_metrics(before))
+            self._begin()
             last = False
             while not last:
                 last = self._step()
@@ -101,6 +123,24 @@ class Trainer:
             self._save()
             raise
         self._save()
+
+    def _begin(self) -> None:
+        """Evaluate, start warm where asked for, and fix what training is compared with."""
+        evaluation = self.evaluations["before"] = self._evaluate("before training")
+        metrics = evaluation_metrics(evaluation)
+        self._remember(metrics)
+        if self.warm_starter is not None:
+            with self.meter.phase("warm_start"):
+                losses = self.warm_starter.train()
+            self.say(f"warm start: cross-entropy {losses[0]:.3f} -> {losses[-1]:.3f} nats per token")
+            evaluation = self.evaluations["warm_start"] = self._evaluate("after the warm start")
+            metrics |= warm_start_metrics(losses, evaluation)
+        self.fix_reference()
+        if warning := lack_of_signal(evaluation["sampled"], self.experience.group_size):
+            self.say(warning)
+        if self.guard is not None:
+            self.guard.begin(evaluation["greedy"]["success"], int(evaluation["greedy"]["episodes"]))
+        self.tracker.log(0, metrics)
 
     def _step(self) -> bool:
         """One step; True when it was the last. The budget is asked once: minutes go on while a step is closed."""
@@ -121,16 +161,57 @@ class Trainer:
             **self.meter.metrics(),
             **self._rates_and_counts(groups),
         }
-        last = self._finished()
-        if last or self._due(self.cadence.eval_every):
-            evaluation = self._evaluate(step)
+        last = self._finished() or self._stopped_by_callback(step, metrics)
+        evaluation = self._evaluate(f"after step {step}") if last or self._due(self.cadence.eval_every) else None
+        if evaluation is not None:
             metrics |= evaluation_metrics(evaluation)
-            if last:
-                self.evaluations["after"] = evaluation
+        if last:
+            self.evaluations["after"] = evaluation
         self._log(step, metrics, groups, batch)
         if self._due(self.cadence.save_every):
             self._save()
+        self._guard(metrics["reward/success"], groups, evaluation, last)
         return last
+
+    def _stopped_by_callback(self, step: int, metrics: Metrics) -> bool:
+        """Every callback is called, whatever the first one wants."""
+        return True in [callback(step, metrics) is True for callback in self.callbacks]
+
+    def _guard(self, success: float, groups: Sequence[Group], evaluation: dict[str, Score] | None, last: bool) -> None:
+        """Keep the best policy, and stop when later ones are so much worse that training must have broken them.
+
+        Raises: TrainingError, with the best policy put back.
+        """
+        if self.guard is None:
+            return
+        trouble = self.guard.after_step(success, sum(len(group.trajectories) for group in groups))
+        if evaluation is not None:
+            greedy = evaluation["greedy"]
+            trouble = self.guard.after_evaluation(greedy["success"], int(greedy["episodes"])) or trouble
+            if trouble is None:
+                self._keep_if_best(greedy["success"])
+        if trouble is None:
+            return
+        if last:
+            self.say(f"The run ends worse than it was: {trouble}. {ADVICE}")
+            return
+        raise TrainingError(f"Collapsed at step {self.progress.step}: {trouble}. {self._put_back_best()} {ADVICE}")
+
+    def _keep_if_best(self, success: float) -> None:
+        best, step = self.best_checkpoint, self.progress.step
+        if best is not None and success <= best.success:
+            return
+        folder = self._save()
+        if best is not None and not (self.cadence.save_every and best.step % self.cadence.save_every == 0):
+            self.checkpoints.remove(best.step)
+        self.best_checkpoint = BestCheckpoint(step, success, folder)
+
+    def _put_back_best(self) -> str:
+        best = self.best_checkpoint
+        if best is None:
+            return "No better policy was kept, for none was evaluated: trainer.eval_every=10 would keep one."
+        self.policy.load_weights(best.folder)
+        return f"The policy of step {best.step} (held-out success {best.success:.3f}) is kept as the result."
 
     def _credited(self, groups: Sequence[Group], step: int) -> tuple[Batch, Metrics]:
         """The batch with the passes that something asked for, its advantages and its weights."""
@@ -178,10 +259,10 @@ class Trainer:
             if name in metrics:
                 self.best[name] = max(metrics[name], self.best.get(name, metrics[name]))
 
-    def _evaluate(self, step: int) -> dict[str, Score]:
+    def _evaluate(self, when: str) -> dict[str, Score]:
         with self.meter.phase("evaluate"):
             evaluation = self.evaluator.evaluate()
-        self.tracker.log_evaluation(step, evaluation)
+        self.tracker.log_evaluation(when, evaluation)
         return evaluation
 
     def _finished(self) -> bool:
@@ -196,8 +277,8 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.progress.step, self.policy, self.updater, self.progress.counts())
+    def _save(self) -> Path:
+        return self.checkpoints.save(self.progress.step, self.policy, self.updater, self.progress.counts())
 
 
 def _action_tokens(groups: Sequence[Group]) -> int:

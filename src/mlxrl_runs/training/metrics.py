@@ -1,6 +1,7 @@
 """The numbers of one step, under the names that docs/metrics.md defines."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -71,8 +72,10 @@ def _token_mean(values: mx.array, batch: Batch) -> float:
     return number(mx.where(batch.action_mask, values, 0.0).sum() / mx.maximum(batch.action_mask.sum(), 1))
 
 
-def evaluation_metrics(evaluation: dict[str, dict[str, float]]) -> Metrics:
-    """eval/<policy>_<score> of one evaluation."""
+def evaluation_metrics(evaluation: dict[str, dict[str, Any]]) -> Metrics:
+    """eval/<policy>_<score> of one evaluation, the parts of its reward among them."""
     return {
-        f"eval/{policy}_{name}": score[name] for policy, score in evaluation.items() for name in ("success", "reward")
+        f"eval/{policy}_{name}": value
+        for policy, score in evaluation.items()
+        for name, value in {**score.get("parts", {}), "success": score["success"], "reward": score["reward"]}.items()
     }

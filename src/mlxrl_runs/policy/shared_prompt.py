@@ -1,0 +1,122 @@
+"""Hidden states of a batch whose rows begin with few distinct prompts: each prompt is computed once.
+
+The G rows of a group read the same prompt. Its keys and values are computed once and repeated for the rows that begin
+with it, so their gradients add up in the one forward pass that made them: the same gradient as one full pass a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxrl_runs.core.batch import Batch
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The distinct first contexts of a batch.
+
+    Attributes:
+        distinct: (N) prompts, as tokens.
+        owner: for each of the B rows, the number of its prompt.
+    """
+
+    distinct: tuple[tuple[int, ...], ...]
+    owner: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Prompts":
+        firsts = [trajectory.turns[0].context for trajectory in batch.trajectories]
+        distinct = tuple(dict.fromkeys(firsts))
+        number = {prompt: index for index, prompt in enumerate(distinct)}
+        return cls(distinct, tuple(number[prompt] for prompt in firsts))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each row's prompt."""
+        return [len(self.distinct[number]) for number in self.owner]
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Prompt tokens that one pass a row would compute again."""
+        return sum(self.lengths) - sum(map(len, self.distinct))
+
+
+def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.array, columns: mx.array) -> mx.array:
+    """(N, H): the hidden states that predict tokens[rows, columns], every one of them behind its row's prompt.
+
+    Args: model: a stack of decoder layers that keep plain keys and values (`model.model` of mlx-lm's classes).
+    """
+    layers = [_PromptCache() for _ in model.layers]
+    read = model(_padded(prompts.distinct), cache=layers)
+    lengths = prompts.lengths
+    rest = [trajectory.tokens[length:-1] for trajectory, length in zip(batch.trajectories, lengths, strict=True)]
+    width = max(map(len, rest))
+    owner = mx.array(prompts.owner)
+    states = read[owner, mx.array(lengths) - 1][:, None]  # what predicts the first token behind the prompt
+    if width > 0:
+        view = _View(owner, mx.array(lengths, dtype=mx.int32), read.shape[1], width)
+        written = model(_padded(rest), cache=[_ContinuedCache(layer, view) for layer in layers])
+        states = mx.concatenate([states, written], axis=1)
+    return states[rows, columns - mx.array(lengths)[rows]]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> mx.array:
+    width = max(map(len, rows))
+    return mx.array([[*row, *([0] * (width - len(row)))] for row in rows], dtype=mx.int32)
+
+
+class _PromptCache:
+    """Keeps what the prompts' forward pass computed for one layer; speaks mlx-lm's cache protocol."""
+
+    offset = 0
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> str:
+        return "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class _View:
+    """What all layers share when rows go on behind their prompts: where they are, and what they may look at."""
+
+    def __init__(self, owner: mx.array, lengths: mx.array, prompt_width: int, width: int):
+        self.owner = owner
+        self.lengths = lengths
+        before = mx.arange(prompt_width)[None] < lengths[:, None]  # (B, P)
+        causal = mx.arange(width)[:, None] >= mx.arange(width)[None]  # (C, C)
+        rows = len(lengths)
+        self.mask = mx.concatenate(
+            [
+                mx.broadcast_to(before[:, None, None], (rows, 1, width, prompt_width)),
+                mx.broadcast_to(causal[None, None], (rows, 1, width, width)),
+            ],
+            axis=-1,
+        )
+
+
+class _ContinuedCache:
+    """One layer's prompt keys and values, repeated for the rows that go on behind them."""
+
+    def __init__(self, prompt: _PromptCache, view: _View):
+        self._prompt = prompt
+        self._view = view
+        self.offset = view.lengths  # (B,): what rope adds to each row's positions
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return self._view.mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        assert self._prompt.keys is not None and self._prompt.values is not None, "the prompts come first"
+        owner = self._view.owner
+        return (
+            mx.concatenate([self._prompt.keys[owner], keys], axis=2),
+            mx.concatenate([self._prompt.values[owner], values], axis=2),
+        )
