@@ -70,7 +70,7 @@ def copy_adapter(weights: Path, base: Path, folder: Path) -> None:
     for name in ADAPTER_FILES:
         shutil.copy(weights / name, folder / name)
     config = json.loads((folder / "adapter_config.json").read_text())
-    config.setdefault("base_model", {"path": str(base)})
+    config["base_model"] = {**config.get("base_model", {}), "folder": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
