@@ -68,6 +68,17 @@ def use_blas_threads(backend: Backend, count: int) -> bool:
     return False
 
 
+def blas_threads(backend: Backend) -> int | None:
+    """How many threads the BLAS of a Linux CPU uses; None where MLX brings its own."""
+    if backend.blas is None:
+        return None
+    library = ctypes.CDLL(backend.blas)
+    for function in ("openblas_get_num_threads", "MKL_Get_Max_Threads"):
+        if hasattr(library, function):
+            return int(getattr(library, function)())
+    return None
+
+
 def _installed(name: str) -> bool:
     try:
         version(name)

@@ -1,11 +1,13 @@
 """The command line: `python -m mlxrl_runs [overrides]`. Light imports only: help and refusals come at once."""
 
 import argparse
+import difflib
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError, MlxrlError
@@ -14,13 +16,22 @@ from mlxrl_runs.groups import conf_folder, group_choices
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from mlxrl_runs.config import RunConfig
+
+COMMANDS = ("ls", "show", "tail")
+HELP_COMMAND = "python -m mlxrl_runs --help"
 HYDRA_FLAGS = ("cfg", "info", "hydra_help", "shell_completion")
 HELP = """\
 Reinforcement learning of language models on MLX, run as experiments.
 
 usage: python -m mlxrl_runs [KEY=VALUE ...]            train, evaluating before and after
        python -m mlxrl_runs job=evaluate [checkpoint=DIR]    score the model, or a checkpoint, on held-out tasks
+       python -m mlxrl_runs job=doctor                 this machine, and what is wrong with it, for a bug report
        python -m mlxrl_runs -m KEY=A,B,C ...           one run for every combination
+       python -m mlxrl_runs ls                         runs, newest first: how far each came and what it reached
+       python -m mlxrl_runs show [RUN]                 one run in full; RUN: its folder or a part of its name
+       python -m mlxrl_runs tail [RUN] [-f]            its last steps; -f goes on until the run ends
+       python -m mlxrl_runs.export RUN_DIR [--fuse]    what mlx-lm opens: the adapter, or a whole model
 
 groups (GROUP=CHOICE)
 {groups}
@@ -55,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a letter ends no sweep
     try:
+        if words and _is_command(words[0]):
+            from mlxrl_runs import listing
+
+            return listing.main(words)
         arguments = _parse(words)
         config_dirs = [arguments.config_dir] if arguments.config_dir else []
         if arguments.help:
@@ -73,6 +88,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
+def _is_command(word: str) -> bool:
+    """Whether the first word is a command and neither a flag nor an override.
+
+    Raises: ConfigError for a word that is nothing of all this.
+    """
+    if "=" in word or word.startswith(("-", "~")) or not word:
+        return False
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else "To change a key, write KEY=VALUE."
+        raise ConfigError(f"{word}: no such command; commands: {', '.join(COMMANDS)}. {hint} See: {HELP_COMMAND}")
+    return True
+
+
 def help_text(config_dirs: Sequence[str] = ()) -> str:
     lines = [
         f"  {group:<10} {', '.join(names)}" for group, names in group_choices(config_dirs).items() if len(names) > 1
@@ -82,7 +111,7 @@ def help_text(config_dirs: Sequence[str] = ()) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See: python -m mlxrl_runs --help")
+        raise ConfigError(f"{message}. See: {HELP_COMMAND}")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -107,19 +136,43 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 _INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 
 
+class _NothingToRun(Exception):
+    """The composed config asks for a job that needs no worker."""
+
+    def __init__(self, config: "RunConfig"):
+        self.config = config
+
+
 def _run(overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
     from mlxrl_runs.supervise import supervise
 
     def composed() -> dict[str, Any]:
         from mlxrl_runs.config import compose_config, validate
 
-        return validate(compose_config(overrides, config_dirs)).plain()
+        config = validate(compose_config(overrides, config_dirs))
+        if config.job == "doctor":
+            raise _NothingToRun(config)
+        return config.plain()
 
-    return supervise(composed, overrides).exit_code
+    try:
+        return supervise(composed, overrides).exit_code
+    except _NothingToRun as ended:
+        return _doctor(ended.config)
+
+
+def _doctor(config: "RunConfig") -> int:
+    from mlxrl_runs.doctor import block, examine
+
+    output = Path(config.paths.output).expanduser().absolute()
+    print(block(examine(output, wants_wandb=config.tracking.name == "wandb")), end="")
+    return 0
 
 
 def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs: Sequence[str]) -> int:
     """Flags that Hydra answers by itself; nothing is run."""
+    asked = arguments.shell_completion and any(word.startswith("query=") for word in words)
+    if asked and _completes_commands(os.environ.get("COMP_LINE", "")):
+        return 0
     import hydra
 
     if arguments.cfg and not arguments.multirun:
@@ -138,6 +191,23 @@ def _hydras_own(words: Sequence[str], arguments: argparse.Namespace, config_dirs
     finally:
         sys.argv = before
     return 0
+
+
+def _completes_commands(line: str) -> bool:
+    """Print the commands that a line may begin with, or what follows one; true when that is all there is to say.
+
+    Args: line: what was typed up to now; Hydra completes groups and keys in it.
+    """
+    before = line.split() if line.endswith(" ") else line.split()[:-1]
+    if len(before) < 2:
+        print("\n".join(COMMANDS))
+        return False
+    if before[1] not in COMMANDS:
+        return False
+    from mlxrl_runs.listing import completions
+
+    print("\n".join(completions(before[1])))
+    return True
 
 
 def _nothing(config: "DictConfig") -> None:

@@ -26,7 +26,7 @@ def begin_folder(
     else:
         folder, aside = RunFolder.create_at(sweep["folder"], config.paths.output)
     folder.write_text("config.yaml", _yaml(config.plain()))
-    folder.write_json("run.json", start_record(config.plain(), overrides, config_hash(config), sweep))
+    folder.write_json("run.json", start_record(config.plain(), config.run_name, overrides, config_hash(config), sweep))
     return folder, aside
 
 

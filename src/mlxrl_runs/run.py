@@ -23,6 +23,7 @@ from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
 MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
+PROMPT_LETTERS = 300
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
 BACKEND = backends.prepare()  # before anything below imports MLX
 
@@ -33,6 +34,7 @@ from rich.text import Text  # noqa: E402
 from mlxrl_runs.memory.limits import applied_limits, memory_size_bytes  # noqa: E402
 from mlxrl_runs.memory.meter import Meter  # noqa: E402
 from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
+from mlxrl_runs.policy.export import talk_commands  # noqa: E402
 from mlxrl_runs.policy.load import Policy, open_policy  # noqa: E402
 from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine  # noqa: E402
 from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
@@ -104,6 +106,33 @@ def fresh_memory() -> None:
     mx.reset_peak_memory()
 
 
+def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
+    """The policy a run of this config starts with."""
+    adapter, model = config.adapter, config.model
+    low_rank = {} if isinstance(adapter, FullAdapter) else adapter.model_dump(mode="json", exclude={"name"})
+    return open_policy(
+        source=model.source,
+        path=model.path,
+        revision=model.revision,
+        shape=model.shape,
+        precision=model.precision,
+        adapter=adapter.name,
+        seed=config.seed,
+        keep_reference=keep_reference,
+        **low_rank,
+    )
+
+
+def prompt_of(config: RunConfig) -> str:
+    """Something to say to the trained policy: what it reads first in a held-out task, on one line."""
+    try:
+        family = cast(EnvironmentFamily, config.env)
+        observation = family.make(family.held_out_tasks()[0], config.seed, 0).reset()
+        return " ".join(str(observation).split())[:PROMPT_LETTERS]
+    except Exception:  # an environment of a person's own may raise anything; a hint is no reason to fail
+        return "Hello"
+
+
 @dataclass
 class Run:
     """One config, wired.
@@ -131,7 +160,7 @@ class Run:
             tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
         )
         rollout = self.config.rollout
-        self.policy = self._open_policy()
+        self.policy = open_policy_of(self.config, keep_reference=self._compares)
         small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
@@ -167,21 +196,6 @@ class Run:
         parts = cast(dict[str, RewardPart], self.config.reward)
         [only, *others] = parts.values()
         return None if not others and only.keeps_parts and only.weight == 1 else WeightedReward(parts)
-
-    def _open_policy(self) -> Policy:
-        config, adapter, model = self.config, self.config.adapter, self.config.model
-        low_rank = {} if isinstance(adapter, FullAdapter) else adapter.model_dump(mode="json", exclude={"name"})
-        return open_policy(
-            source=model.source,
-            path=model.path,
-            revision=model.revision,
-            shape=model.shape,
-            precision=model.precision,
-            adapter=adapter.name,
-            seed=config.seed,
-            keep_reference=self._compares,
-            **low_rank,
-        )
 
     def record_machine(self, limits: Mapping[str, float]) -> None:
         """Put the device and the choices that were made for it into run.json."""
@@ -389,7 +403,12 @@ class Run:
     @property
     def _weights(self) -> Path:
         """Where the final weights go."""
-        return self.folder.path / ("model" if isinstance(self.config.adapter, FullAdapter) else "adapters")
+        return self.folder.path / ("model" if self._is_whole else "adapters")
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether what is saved is a model of its own, and no adapter on another."""
+        return self.policy.adapter_config is None
 
     def _record(self) -> RunRecord:
         config = self.config
@@ -435,8 +454,19 @@ class Run:
 
     def _next_commands(self) -> list[str]:
         kept = [override for override in self.overrides if override.lstrip("+").startswith(MAKES_THE_POLICY)]
-        checkpoint = f"checkpoint={readable_path(str(self._weights))}"
+        weights, run = readable_path(str(self._weights)), readable_path(str(self.folder.path))
+        scored = ["job=evaluate", *kept, f"seed={self.config.seed}", f"checkpoint={weights}"]
         return [
-            shlex.join(["python", "-m", "mlxrl_runs", "job=evaluate", *kept, f"seed={self.config.seed}", checkpoint]),
+            *self._talk_commands(weights),
+            shlex.join(["python", "-m", "mlxrl_runs.export", run, *([] if self._is_whole else ["--fuse"])]),
+            shlex.join(["python", "-m", "mlxrl_runs", *scored]),
             shlex.join(["python", "-m", "mlxrl_runs", "-m", *kept, "algorithm=grpo,gigpo", "seed=0,1"]),
         ]
+
+    def _talk_commands(self, weights: str) -> Sequence[str]:
+        """None for an adapter on drawn weights, which mlx-lm can open only once it is fused."""
+        if self._is_whole:
+            return talk_commands(weights, None, prompt_of(self.config))
+        if self.policy.origin.folder is None:
+            return ()
+        return talk_commands(readable_path(str(self.policy.origin.folder)), weights, prompt_of(self.config))

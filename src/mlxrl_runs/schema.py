@@ -33,6 +33,7 @@ OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 class Job(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
+    DOCTOR = "doctor"
 
 
 class ModelSource(StrEnum):
@@ -284,7 +285,7 @@ class RunConfig(Settings):
     """One run, complete and resolved. Sections follow the groups of conf/.
 
     Attributes:
-        name: null means <algorithm>_<env>_<model>.
+        name: null means <algorithm>-<env>-<model>-G<group_size>-s<seed>.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
         checkpoint: what job=evaluate scores; null for the base model.
         reward: its parts, by the label they are logged under.
@@ -317,8 +318,8 @@ class RunConfig(Settings):
     @property
     def run_name(self) -> str:
         """The name a person reads."""
-        registered = (str(getattr(part, "name")) for part in (self.algorithm, self.env))  # noqa: B009
-        return self.name or "_".join([*registered, self.model.label])
+        registered = [str(getattr(part, "name")) for part in (self.algorithm, self.env)]  # noqa: B009
+        return self.name or "-".join([*registered, self.model.label, f"G{self.group_size}", f"s{self.seed}"])
 
     def plain(self) -> dict[str, Any]:
         """Numbers, text, lists and dicts only: what config.yaml and the trackers get."""

@@ -87,13 +87,19 @@ def _check_points(points: Sequence[Point], hydras: Sequence[str], config_dirs: S
     problems: dict[str, list[str]] = {}
     for point in points:
         try:
-            configs.append(validate(compose_config([*hydras, *point.overrides], config_dirs)))
+            configs.append(_run_of(validate(compose_config([*hydras, *point.overrides], config_dirs))))
         except ConfigError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(_label(point.swept))
     if problems:
         raise ConfigError([f"{_at(labels, len(points))}{problem}" for problem, labels in problems.items()])
     return configs
+
+
+def _run_of(config: RunConfig) -> RunConfig:
+    if config.job == "doctor":
+        raise ConfigError("job: doctor looks at this machine once and is no run. Leave -m out.")
+    return config
 
 
 def _at(labels: Sequence[str], points: int) -> str:

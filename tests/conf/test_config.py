@@ -161,6 +161,11 @@ def test_a_broken_yaml_is_a_wrong_config_and_names_its_line(many, tmp_path):
         compose_config(["env=mine"], (tmp_path,))
 
 
+def test_a_run_is_named_after_what_it_varies_unless_it_has_a_name():
+    assert load("algorithm=grpo", "env=arithmetic", "group_size=8", "seed=3").run_name == "grpo-arithmetic-tiny-G8-s3"
+    assert load("name=mine").run_name == "mine"
+
+
 def test_the_hash_is_of_the_experiment_only():
     plain = config_hash(load())
     assert config_hash(load("name=other", "notes=x", "tags=[a]", "tracking=jsonl", "paths.output=/tmp/x")) == plain

@@ -6,13 +6,14 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from building import engine_of, settings, some_requests, tiny, updater_of
+from building import engine_of, settings, some_requests, tiny, trajectory, turn, updater_of
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.load import TINY, open_policy
 from mlxrl_runs.policy.precision import is_quantised, with_precision
+from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.score import score
 
@@ -215,7 +216,7 @@ def test_the_split_head_gives_what_the_whole_model_gives(monkeypatch):
     trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
     batch = collate([Group("all", tuple(trajectories))])
     split, entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
-    monkeypatch.setattr(forward, "_SPLITTABLE", ())
+    monkeypatch.setattr(forward, "SPLITTABLE", ())
     whole, whole_entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
     assert mx.abs(split - whole).max().item() < 1e-5
     assert mx.abs(entropy - whole_entropy).max().item() < 1e-5
@@ -239,6 +240,55 @@ def test_h07_padding_changes_no_log_probability_of_any_turn():
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
     together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)
-    for row, trajectory in enumerate(trajectories):
-        alone, _ = action_logp(policy.model, collate([Group("one", (trajectory,))]), 1.0)
+    for row, episode in enumerate(trajectories):
+        alone, _ = action_logp(policy.model, collate([Group("one", (episode,))]), 1.0)
         assert mx.abs(together[row, : alone.shape[1]] - alone[0]).max().item() < 1e-5
+
+
+def test_a_frozen_head_in_chunks_gives_the_gradient_of_the_plain_one(monkeypatch):
+    from mlxrl_runs.policy import forward, head
+
+    policy = tiny()
+    shake(policy)
+    trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
+    batch = collate([Group("all", tuple(trajectories))])
+    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 0.8)[0] ** 2).sum())
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * policy.model.args.vocab_size)  # five positions at a time
+    value, chunked = slope(policy.model)
+    monkeypatch.setattr(forward, "SPLITTABLE", ())
+    plain_value, plain = slope(policy.model)
+    assert value.item() == pytest.approx(plain_value.item(), rel=1e-5)
+    for (name, one), (_, other) in zip(tree_flatten(chunked), tree_flatten(plain), strict=True):
+        assert mx.abs(one - other).max().item() < 1e-5 * mx.abs(other).max().item() + 1e-6, name
+
+
+@pytest.mark.parametrize("environment", ["arithmetic", "recurring"])
+def test_a_prompt_computed_once_for_its_group_gives_the_gradient_of_one_pass_a_row(environment, monkeypatch):
+    from mlxrl_runs.policy import forward
+
+    policy = tiny()
+    shake(policy)
+    requests = some_requests(environment, tasks=3, members=4)
+    trajectories, _ = engine_of(policy).play(requests, Sampling())
+    batch = collate(group_up(["a", "b", "c"], trajectories, 4))
+    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 1.0)[0] ** 2).sum())
+    monkeypatch.setattr(forward, "SHARE_FROM", 0.0)
+    value, shared = slope(policy.model)
+    monkeypatch.setattr(forward, "SHARE_FROM", 2.0)
+    plain_value, plain = slope(policy.model)
+    assert value.item() == pytest.approx(plain_value.item(), rel=1e-5)
+    for (name, one), (_, other) in zip(tree_flatten(shared), tree_flatten(plain), strict=True):
+        assert mx.abs(one - other).max().item() < 2e-5 * mx.abs(other).max().item() + 1e-6, name
+
+
+def test_prompts_are_shared_only_where_that_saves_a_quarter_of_the_tokens():
+    from mlxrl_runs.policy.forward import shares_prompts
+    from mlxrl_runs.policy.shared_prompt import Prompts
+
+    def shares(prompt_tokens, action_tokens):  # 2 members: one prompt is computed again
+        members = tuple(trajectory(turn([7] * action_tokens, context=[5] * prompt_tokens), member=i) for i in (0, 1))
+        batch = collate([Group("t", members)])
+        return shares_prompts(batch, Prompts.of(batch))
+
+    assert shares(10, 10) and shares(30, 10)  # 10 of 40 tokens; 30 of 80
+    assert not shares(10, 11)  # 10 of 42

@@ -66,11 +66,13 @@ def started(folder: Path, part: str) -> "tuple[subprocess.Popen[str], int]":
 
 
 def test_a_run_that_ends_well_leaves_a_whole_record(tmp_path):
-    code, _, err = run(tmp_path, "notes=fine", "seed=3")
+    code, _, err = run(tmp_path, "notes=fine", "seed=3", "tags=[first,second]")
     assert (code, err) == (0, "")
     found = record(tmp_path)
     assert found["state"] == "finished" and found["exit_code"] == 0 and found["error"] is None
-    assert found["overrides"] == ["notes=fine", "seed=3"]
+    assert found["overrides"] == ["notes=fine", "seed=3", "tags=[first,second]"]
+    assert (found["name"], found["tags"]) == ("gigpo-recurring-tiny-G4-s3", ["first", "second"])
+    assert found["notes"] == "fine" and run_folder(tmp_path).name.endswith("_gigpo-recurring-tiny-G4-s3")
     assert found["ended_at"] > found["started_at"] and found["seconds"] > 0
     assert set(found["versions"]) == {"python", "mlx", "mlx_lm", "hydra", "wandb", "mlxrl_runs"}
     config = yaml.safe_load((run_folder(tmp_path) / "config.yaml").read_text())

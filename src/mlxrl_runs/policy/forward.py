@@ -1,18 +1,16 @@
-"""Log-probabilities of the actions in a batch, one full forward pass per call."""
+"""Log-probabilities of the actions in a batch, and the logits a rollout draws from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen2, qwen3
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch
+from mlxrl_runs.policy.head import SPLITTABLE, apply_head, head_logp
 from mlxrl_runs.policy.shared_prompt import Prompts, hidden_before
 
-# Classes whose hidden states and head can be taken apart, so that prompt and observation positions never meet the head.
-_SPLITTABLE = (qwen2.Model, qwen3.Model, llama.Model)
 SHARE_FROM = 0.25  # repeated prompt tokens, as a share of all tokens
 
 
@@ -24,14 +22,35 @@ def action_logp(
     Args:
         batch: right-padded rows; the causal mask keeps padding out of every real position.
         temperature: the logits are divided by it, for policy, old and reference alike.
-    Returns: (B, T) nats, 0 where the policy did not act; and the policy's entropy there, or None.
+    Returns: (B, T) nats, 0 where the policy did not act; and the policy's entropy there, without gradient, or None.
     """
     rows, columns = _action_positions(batch)
-    logits = _logits_before(model, batch, rows, columns)
     labels = batch.tokens[rows, columns]
-    logp = maths.logprob.token_logp(logits, labels, temperature)
+    if isinstance(model, SPLITTABLE):
+        logp, entropy = head_logp(model, _hidden_before(model, batch, rows, columns), labels, temperature)
+    else:
+        logits = model(batch.tokens[:, :-1])[rows, columns - 1]
+        logp, entropy = maths.logprob.logp_and_entropy(logits, labels, temperature)
     spread = _spreader(batch, rows, columns)
-    return spread(logp), spread(maths.logprob.entropy(logits, temperature)) if with_entropy else None
+    return spread(logp), mx.stop_gradient(spread(entropy)) if with_entropy else None
+
+
+def last_logits(model: nn.Module, tokens: mx.array, last: mx.array, cache: Sequence[Any]) -> mx.array:
+    """(B, V): the logits behind each row's last token. Only those positions meet the head, where it can be told apart.
+
+    Args:
+        tokens: (B, T), padded on the right.
+        last: (B,) column of each row's last token.
+    """
+    rows = mx.arange(tokens.shape[0])
+    if not isinstance(model, SPLITTABLE):
+        return model(tokens, cache=cache)[rows, last]
+    return apply_head(model, model.model(tokens, cache=cache)[rows, last])
+
+
+def shares_prompts(batch: Batch, prompts: Prompts) -> bool:
+    """Whether computing each distinct prompt once saves enough to pay for a second pass."""
+    return prompts.repeated_tokens >= SHARE_FROM * sum(len(trajectory.tokens) for trajectory in batch.trajectories)
 
 
 def _action_positions(batch: Batch) -> tuple[mx.array, mx.array]:
@@ -45,38 +64,12 @@ def _action_positions(batch: Batch) -> tuple[mx.array, mx.array]:
     return mx.array(rows), mx.array(columns)
 
 
-def _logits_before(model: nn.Module, batch: Batch, rows: mx.array, columns: mx.array) -> mx.array:
-    """(N, V): the logits that predict tokens[rows, columns]."""
-    if not isinstance(model, _SPLITTABLE):
-        return model(batch.tokens[:, :-1])[rows, columns - 1]
+def _hidden_before(model: nn.Module, batch: Batch, rows: mx.array, columns: mx.array) -> mx.array:
+    """(N, H): the hidden states that predict tokens[rows, columns]."""
     prompts = Prompts.of(batch)
     if shares_prompts(batch, prompts):
-        hidden = hidden_before(model.model, batch, prompts, rows, columns)
-    else:
-        hidden = model.model(batch.tokens[:, :-1])[rows, columns - 1]
-    return _head(model, hidden)
-
-
-def last_logits(model: nn.Module, tokens: mx.array, last: mx.array, cache: Sequence[Any]) -> mx.array:
-    """(B, V): the logits behind each row's last token. Only those positions meet the head, where it can be told apart.
-
-    Args:
-        tokens: (B, T), padded on the right.
-        last: (B,) column of each row's last token.
-    """
-    rows = mx.arange(tokens.shape[0])
-    if not isinstance(model, _SPLITTABLE):
-        return model(tokens, cache=cache)[rows, last]
-    return _head(model, model.model(tokens, cache=cache)[rows, last])
-
-
-def _head(model: nn.Module, hidden: mx.array) -> mx.array:
-    return model.model.embed_tokens.as_linear(hidden) if model.args.tie_word_embeddings else model.lm_head(hidden)
-
-
-def shares_prompts(batch: Batch, prompts: Prompts) -> bool:
-    """Whether computing each distinct prompt once saves enough to pay for a second pass."""
-    return prompts.repeated_tokens >= SHARE_FROM * sum(len(trajectory.tokens) for trajectory in batch.trajectories)
+        return hidden_before(model.model, batch, prompts, rows, columns)
+    return model.model(batch.tokens[:, :-1])[rows, columns - 1]
 
 
 def _spreader(batch: Batch, rows: mx.array, columns: mx.array) -> Callable[[mx.array], mx.array]:

@@ -49,6 +49,13 @@ class LoggedStream(Protocol):
     def log_only(self, text: str) -> None: ...
 
 
+def plain_line(step: int, steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
+    """A step in one line; a metric that is not there is left out."""
+    shown = [f"{short} {write(metrics[name])}" for name, _, short, write in SHOWN if name in metrics]
+    left = f"left {readable_seconds(seconds_left)}" if seconds_left is not None else ""
+    return "  ".join(part for part in (f"step {step:>{len(str(steps))}}/{steps}", *shown, left) if part)
+
+
 class ConsoleTracker:
     """Progress, evaluations and the closing summary of one run.
 
@@ -117,10 +124,7 @@ class ConsoleTracker:
         self._console.print(Text(text) if isinstance(text, str) else text, highlight=False, soft_wrap=True)
 
     def _line(self, metrics: Mapping[str, float]) -> str:
-        shown = [f"{short} {write(metrics[name])}" for name, _, short, write in SHOWN if name in metrics]
-        left = f"left {readable_seconds(seconds)}" if (seconds := self._seconds_left()) is not None else ""
-        width = len(str(self._steps))
-        return "  ".join(part for part in (f"step {self._step:>{width}}/{self._steps}", *shown, left) if part)
+        return plain_line(self._step, self._steps, metrics, self._seconds_left())
 
     def _seconds_left(self) -> float | None:
         if len(self._times) < 2:

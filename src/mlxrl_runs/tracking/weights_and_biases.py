@@ -46,6 +46,20 @@ def require_login() -> None:
         )
 
 
+def login_state() -> str:
+    """In words, without a network: not installed, not logged in, logged in, or the mode that was asked for."""
+    try:
+        wandb = _quiet_sdk()
+    except ImportError:
+        return "not installed"
+    if (asked := _asked_mode(wandb)) != "online":
+        return f"{asked}, as WANDB_MODE or wandb's settings ask"
+    try:
+        return "logged in" if wandb.login(prompt=False, verify=False) else "not logged in"
+    except Exception as error:
+        return f"cannot be used ({_one_line(error)})"
+
+
 class WeightsAndBiasesTracker:
     """One wandb run. WANDB_MODE, where set, decides before `mode` does.
 

@@ -107,12 +107,19 @@ def make_sweep_folder(output: str, name: str) -> Path:
 
 
 def start_record(
-    config: Mapping[str, Any], overrides: Iterable[str], config_hash: str, sweep: Mapping[str, Any] | None
+    config: Mapping[str, Any], name: str, overrides: Iterable[str], config_hash: str, sweep: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What run.json says while a run is running; `config` itself goes into config.yaml."""
+    """What run.json says while a run is running; `config` itself goes into config.yaml.
+
+    Args: name: the one a person reads, where the config's own is null.
+    """
     return {
+        "name": name,
+        "tags": list(config["tags"]),
+        "notes": config["notes"],
         "state": "running",
         "job": config["job"],
+        "steps": config["steps"],
         "pid": os.getpid(),
         "exit_code": None,
         "started_at": timestamp(),

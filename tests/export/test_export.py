@@ -1,0 +1,187 @@
+"""What is exported is opened by mlx-lm alone, in a process that knows nothing of this package."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+import yaml
+from mlx_lm.utils import quantize_model, save
+
+from mlxrl_runs import export as exporting
+from mlxrl_runs.export import main
+from mlxrl_runs.policy.load import TINY
+from mlxrl_runs.run import open_policy_of
+from mlxrl_runs.runs import find_weights
+from mlxrl_runs.tracking.drawing import readable_path
+
+SMALL = ["steps=3", "trainer.evaluation_episodes=4", "tracking=jsonl", "optimizer.learning_rate=3e-3"]
+TOKENS = (4, 20, 33, 57, 101, 7)
+ELSEWHERE = """
+import sys, mlx.core as mx, mlx_lm
+model, tokenizer = mlx_lm.load(sys.argv[1], adapter_path=sys.argv[2] or None)
+assert not [name for name in sys.modules if name.startswith("mlxrl_runs")]
+mx.save(sys.argv[3], model(mx.array([[int(token) for token in sys.argv[4:]]])))
+"""
+
+
+def train(output: Path, *overrides: str) -> Path:
+    command = [sys.executable, "-m", "mlxrl_runs", *SMALL, *overrides, f"paths.output={output}"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return (output / "latest").resolve()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"))
+
+
+def live_logits(run: Path) -> mx.array:
+    policy = open_policy_of(exporting._config_of(run), keep_reference=False)
+    policy.load_weights(find_weights(str(run)).folder)
+    return policy.model(mx.array([TOKENS]))
+
+
+def logits_elsewhere(model: Path, adapter: Path | str, folder: Path) -> mx.array:
+    out = folder / "logits.npy"
+    command = [sys.executable, "-c", ELSEWHERE, str(model), str(adapter), str(out), *map(str, TOKENS)]
+    subprocess.run(command, check=True, timeout=120)
+    return mx.load(str(out))
+
+
+def difference(one: mx.array, other: mx.array) -> float:
+    return float(mx.abs(one - other).max().item())
+
+
+def test_h15_an_exported_adapter_is_the_live_policy_in_a_fresh_process(run, tmp_path, capsys):
+    assert main([str(run)]) == 0
+    adapter = run / "export/adapter"
+    elsewhere = logits_elsewhere(TINY, adapter, tmp_path)
+    assert difference(elsewhere, live_logits(run)) < 1e-5
+    assert difference(elsewhere, logits_elsewhere(TINY, "", tmp_path)) > 0.01  # and not its base
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert "self_attn.q_proj" in config["lora_parameters"]["keys"] and config["base_model"]["path"] == str(TINY)
+    assert "largest difference of a logit from the live policy: 0 over" in capsys.readouterr().out
+
+
+def test_a_fused_model_is_the_live_policy_in_a_fresh_process(run, tmp_path):
+    assert main([str(run), "--fuse", "--out", str(tmp_path / "fused")]) == 0
+    live = live_logits(run)
+    bound = 1e-6 * float(mx.abs(live).max().item())  # a few units in the last place of the largest logit
+    assert difference(logits_elsewhere(tmp_path / "fused", "", tmp_path), live) < max(bound, 1e-5)
+    _, tokenizer = mlx_lm.load(str(tmp_path / "fused"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith("<|user|>hi")
+
+
+def test_the_commands_it_ends_with_run_as_they_stand(run, capsys):
+    assert main([str(run)]) == 0
+    [generate] = [line for line in capsys.readouterr().out.splitlines() if " generate " in line]
+    words = shlex.split(generate)
+    assert words[-2] == "--prompt" and words[-1].startswith("door ")
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "Generation:" in done.stdout, done.stderr
+
+
+def test_a_run_ends_with_commands_that_talk_to_what_it_saved(run):
+    chat, generate, export, *_ = json.loads((run / "summary.json").read_text())["next"]
+    opened = ["--model", readable_path(str(TINY)), "--adapter-path", str(run / "adapters")]
+    assert shlex.split(chat) == ["python", "-m", "mlx_lm", "chat", *opened]
+    assert shlex.split(generate)[3:-1] == ["generate", *opened, "--prompt"]
+    assert shlex.split(export) == ["python", "-m", "mlxrl_runs.export", str(run), "--fuse"]
+
+
+def test_a_checkpoint_is_exported_and_an_earlier_export_replaced(run):
+    stale = run / "export/adapter/stale"
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    stale.touch()
+    assert main([str(run / "checkpoints/step_000003")]) == 0
+    assert sorted(file.name for file in stale.parent.iterdir()) == ["adapter_config.json", "adapters.safetensors"]
+
+
+def test_full_training_is_copied_whole_with_the_bases_generation_config(tmp_path):
+    base = tmp_path / "base"
+    model, tokenizer, config = mlx_lm.load(str(TINY), return_config=True)
+    save(base, TINY, model, tokenizer, config)
+    (base / "generation_config.json").write_text('{"temperature": 0.5}')
+    run = train(tmp_path / "out", "adapter=full", "model=local", f"model.path={base}", "optimizer.learning_rate=1e-3")
+    assert main([str(run / "checkpoints/step_000003")]) == 0
+    names = {file.name for file in (run / "export/model").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"} <= names
+    assert not names & {"optimizer.safetensors", "state.json", "manifest.json"}
+    assert difference(logits_elsewhere(run / "export/model", "", tmp_path), live_logits(run)) < 1e-5
+    assert main([str(run), "--fuse"]) == 2
+
+
+def test_a_quantised_base_is_quantised_again_or_made_float(tmp_path, capsys):
+    model, tokenizer, config = mlx_lm.load(str(TINY), return_config=True)
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    save(tmp_path / "base", TINY, model, tokenizer, config)
+    run = train(tmp_path / "out", "model=local", f"model.path={tmp_path / 'base'}")
+    live = live_logits(run)
+    moved = {}
+    for more in ([], ["--dequantize"]):
+        capsys.readouterr()
+        assert main([str(run), "--fuse", *more]) == 0
+        assert "rounding of the fused weights moves them" in capsys.readouterr().out
+        opened, _ = mlx_lm.load(str(run / "export/fused"))
+        quantised = [module for module in opened.modules() if isinstance(module, nn.QuantizedLinear)]
+        assert bool(quantised) is not bool(more)
+        moved[len(more)] = difference(opened(mx.array([TOKENS])), live)
+    assert moved[1] < 1e-3 < moved[0]  # 4 bits round the sum of base and adapter; floats hardly do
+
+
+def test_weights_that_are_not_the_policys_are_refused_and_nothing_is_kept(run, tmp_path, monkeypatch, capsys):
+    from mlxrl_runs.policy import export as formats
+
+    def damaged(policy, folder, *, dequantize):
+        policy.model.layers[0].mlp.up_proj.lora_b += 0.01
+        fuse(policy, folder, dequantize=dequantize)
+
+    fuse = formats.write_fused
+    monkeypatch.setattr(formats, "write_fused", damaged)
+    assert main([str(run), "--fuse", "--out", str(tmp_path / "out")]) == 1
+    assert "a logit differs by" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_input_is_one_message_and_exit_2(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/run.json").write_text("{}")
+    wrong = {
+        (str(tmp_path / "none"),): "is no folder",
+        (str(tmp_path / "full"),): "no run folder and lies in none",
+        (str(tmp_path / "empty"),): "holds no weights",
+        (str(run), "--dequantize"): "Try --fuse --dequantize",
+        (str(run), "--fuse", "--dequantize"): "is not quantised",
+        (str(run), "--out", str(tmp_path / "full")): "is there already and not empty",
+        (str(run), "--out", str(tmp_path / "full/file/deeper")): "cannot be written",
+    }
+    for arguments, message in wrong.items():
+        assert main(list(arguments)) == 2
+        streams = capsys.readouterr()
+        assert message in streams.err and len(streams.err.splitlines()) == 1
+
+
+def test_an_adapter_on_drawn_weights_must_be_fused(run, tmp_path, capsys):
+    drawn = train(tmp_path, "model=random", "model.shape=1m", "steps=1", "tasks_per_step=1")
+    assert main([str(drawn)]) == 2
+    assert "Try --fuse" in capsys.readouterr().err
+    assert "mlx_lm" not in " ".join(json.loads((drawn / "summary.json").read_text())["next"])
+    assert main([str(drawn), "--fuse"]) == 0
+
+
+def test_a_config_that_no_longer_fits_is_named(run, tmp_path, capsys):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (tmp_path / "adapters").symlink_to(run / "adapters")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "group_sizee": 4}))
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path / 'config.yaml'}: group_sizee: no such key" in capsys.readouterr().err
