@@ -373,10 +373,10 @@ def test_a_path_alone_chooses_the_kind_of_model(tmp_path, monkeypatch):
 
 
 def test_a_run_is_named_after_the_model_that_a_path_names(tmp_path):
-    assert load("model.path=mlx-community/Qwen3-0.6B-4bit").run_name == "gigpo_recurring_Qwen3-0.6B-4bit"
-    assert load(f"model.path='{model_folder(tmp_path / 'my model')}/'").run_name == "gigpo_recurring_my-model"
-    assert load("model=qwen3_0_6b_4bit").run_name == "gigpo_recurring_qwen3_0_6b_4bit"
-    assert load().run_name == "gigpo_recurring_tiny"
+    assert load("model.path=mlx-community/Qwen3-0.6B-4bit").run_name == "gigpo-recurring-Qwen3-0.6B-4bit-G4-s0"
+    assert load(f"model.path='{model_folder(tmp_path / 'my model')}/'").run_name == "gigpo-recurring-my-model-G4-s0"
+    assert load("model=qwen3_0_6b_4bit").run_name == "gigpo-recurring-qwen3_0_6b_4bit-G4-s0"
+    assert load().run_name == "gigpo-recurring-tiny-G4-s0"
 
 
 def test_a_local_model_stays_the_one_it_was_when_a_link_moves_on(tmp_path):
