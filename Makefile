@@ -1,7 +1,7 @@
 # Everything happens in .venv; whichever target needs it first makes it (scripts/setup.sh).
 # On Linux, MLX_BACKEND=cuda12 or cuda13 takes the place of cpu: make setup MLX_BACKEND=cuda13
 
-.PHONY: help setup setup-run run test test-all lint format
+.PHONY: help setup setup-run run test test-all lint format check-mac
 .NOTPARALLEL:
 
 help:
@@ -10,6 +10,7 @@ help:
 	@echo "make test-all  the same with the slow tests"
 	@echo "make lint      style, types, and who may import whom"
 	@echo "make format    put the code into the style that lint checks"
+	@echo "make check-mac compare and time everything on this machine: one JSON to post (about 2 minutes)"
 	@echo "make setup     only install: the package, editable, and the tools, into .venv"
 
 setup:
@@ -20,6 +21,9 @@ setup-run:
 
 run: setup-run
 	.venv/bin/python -m mlxrl_runs algorithm=gigpo env=recurring group_size=4
+
+check-mac: setup-run
+	.venv/bin/python scripts/check_mac.py
 
 test: setup
 	.venv/bin/python -m pytest

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from mlxrl_runs import backend
 
@@ -28,19 +29,23 @@ from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
+REPEATS = 7
+
 
 def requests(rows: int) -> list[EpisodeRequest]:
     family = validate(compose_config(["env=arithmetic"])).env
     return requests_of(family, family.held_out_tasks()[: max(rows // 4, 1)], min(rows, 4), 0, ("bench",))
 
 
-def engine_rate(policy: Policy, mode: str, rows: list[EpisodeRequest], tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second, the median of seven, and what was sampled."""
+def engine_rate(
+    policy: Policy, mode: str, rows: list[EpisodeRequest], tokens: int, repeats: int
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second, the median, and what was sampled."""
     limits = Limits(tokens, ignore_eos=True)
     engine = RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, mode=mode)
     engine.play(rows[:2], Sampling())
     rates, sampled = [], []
-    for _ in range(7):
+    for _ in range(repeats):
         trajectories, cost = engine.play(rows, Sampling())
         rates.append(cost.sampled_tokens / cost.total_seconds)
         sampled = [trajectory.tokens for trajectory in trajectories]
@@ -58,6 +63,19 @@ def generate_rate(policy: Policy, rows: list[EpisodeRequest], tokens: int) -> fl
     return made / (time.perf_counter() - started)
 
 
+def measure(policy: Policy, row_count: int, tokens: int, repeats: int = REPEATS) -> dict[str, Any]:
+    """Tokens a second of the three ways, and how many rows got the same tokens batched and one by one."""
+    rows = requests(row_count)
+    together, batched = engine_rate(policy, "batched", rows, tokens, repeats)
+    alone, sequential = engine_rate(policy, "sequential", rows, tokens, repeats)
+    return {
+        "backend": BACKEND.name, "device": mx.device_info().get("device_name"), "rows": len(rows), "tokens": tokens,
+        "batched_tokens_per_second": together, "one_by_one_tokens_per_second": alone,
+        "mlx_lm_generate_tokens_per_second": generate_rate(policy, rows, tokens), "speedup": together / alone,
+        "equal_rows": sum(a == b for a, b in zip(batched, sequential, strict=True)),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=32)
@@ -73,21 +91,14 @@ def main() -> None:
     )  # fmt: skip
     if policy.hidden_size < backend.SHARED_BLAS_FROM:
         backend.use_blas_threads(BACKEND, 1)
-    rows = requests(arguments.rows)
-    together, batched = engine_rate(policy, "batched", rows, arguments.tokens)
-    alone, sequential = engine_rate(policy, "sequential", rows, arguments.tokens)
-    generate = generate_rate(policy, rows, arguments.tokens)
-    same = sum(a == b for a, b in zip(batched, sequential, strict=True))
-    result = {
-        "backend": BACKEND.name, "device": mx.device_info().get("device_name"), "rows": len(rows),
-        "tokens": arguments.tokens, "batched_tokens_per_second": together, "one_by_one_tokens_per_second": alone,
-        "mlx_lm_generate_tokens_per_second": generate, "speedup": together / alone, "equal_rows": same,
-    }  # fmt: skip
-    print(f"{len(rows)} rows x {arguments.tokens} tokens, {arguments.model}, {BACKEND.name}")
+    result = measure(policy, arguments.rows, arguments.tokens)
+    together, alone = result["batched_tokens_per_second"], result["one_by_one_tokens_per_second"]
+    generate, rows = result["mlx_lm_generate_tokens_per_second"], result["rows"]
+    print(f"{rows} rows x {arguments.tokens} tokens, {arguments.model}, {BACKEND.name}")
     print(f"  batched           {together:10,.0f} tokens/s")
     print(f"  one by one        {alone:10,.0f} tokens/s   batched is {together / alone:.1f} times as fast")
     print(f"  mlx-lm generate   {generate:10,.0f} tokens/s   batched is {together / generate:.1f} times as fast")
-    print(f"  rows with the same tokens, batched and one by one: {same} of {len(rows)}")
+    print(f"  rows with the same tokens, batched and one by one: {result['equal_rows']} of {rows}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -29,6 +29,8 @@ VARIABLES = (
     "WANDB_MODE", "WANDB_DIR", "HF_HUB_OFFLINE", "HF_HOME", "PYTHONUTF8", "LANG", "LC_ALL", "TERM", "COLUMNS",
 )  # fmt: skip
 PRODUCT_SIZE = 1024
+PRODUCT = f"GFLOP/s, {PRODUCT_SIZE} float32"
+SLOW_GIGAFLOPS = 12.0  # MLX's own BLAS reaches 6 of them, OpenBLAS on 2 busy cores 80
 
 
 @dataclass
@@ -119,11 +121,15 @@ def _mlx(report: Report) -> dict[str, Any]:
     threads = backends.blas_threads(backend)
     facts: dict[str, Any] = {"backend": backend.name, "blas": backend.blas, "blas threads": threads}
     try:
-        return facts | _device()
+        facts |= _device()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         report.add(f"MLX does not work: {said}", "Check the GPU's driver, or install another backend: docs/install.md")
         return facts | {"error": said}
+    if backend.blas and facts[PRODUCT] < SLOW_GIGAFLOPS:
+        remedy = "Something imports mlx.core before mlxrl_runs has loaded the BLAS; or the machine is very busy."
+        report.add(f"{backend.blas} is loaded, but MLX multiplies as slowly as without it.", remedy)
+    return facts
 
 
 def _device() -> dict[str, Any]:
@@ -140,7 +146,7 @@ def _device() -> dict[str, Any]:
         "memory_bytes": memory_size_bytes(),
         "memory_limit_bytes": mx.get_memory_limit(),
         **in_force,
-        f"float32 {PRODUCT_SIZE}^3 product": f"{_gigaflops(mx):.0f} GFLOP/s",
+        PRODUCT: round(_gigaflops(mx), 1),
     }
 
 
@@ -159,13 +165,14 @@ def _gigaflops(mx: Any) -> float:
 def _versions(report: Report) -> dict[str, Any]:
     for wanted, there in unmet_requirements().items():
         report.add(f"This package was made for {wanted}; installed: {there}.", f"pip install '{wanted}'")
-    found: dict[str, Any] = {"python": f"{platform.python_version()} ({sys.executable})"}
+    found: dict[str, Any] = {"python": platform.python_version()}
     for name, distribution in (DISTRIBUTIONS | ALSO).items():
         try:
             found[name] = version(distribution)
         except PackageNotFoundError:
             found[name] = "not installed"
-    return found | {"git commit": git_commit() or "none: an installed package", "lies in": str(Path(__file__).parent)}
+    found["git commit"] = git_commit() or "none: an installed package"
+    return found | {"executable": sys.executable, "package": str(Path(__file__).parent)}
 
 
 def unmet_requirements() -> dict[str, str]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxrl_runs.core.files import written_aside
 from mlxrl_runs.errors import ConfigError, MlxrlError
 from mlxrl_runs.runs import SavedWeights, find_weights
 
@@ -89,13 +90,14 @@ def _kind(policy: "Policy", fuse: bool, dequantize: bool) -> str:
 
     Raises: ConfigError for a wish that this policy leaves nothing to do for.
     """
-    from mlxrl_runs.policy.export import base_folder, is_quantised
+    from mlxrl_runs.policy.export import base_folder
+    from mlxrl_runs.policy.precision import is_quantised
 
     if policy.adapter_config is None:
         if fuse:
             raise ConfigError("--fuse: this run trained every weight, so its model is whole already. Leave --fuse out.")
         return "model"
-    if dequantize and not is_quantised(policy):
+    if dequantize and not is_quantised(policy.model):
         raise ConfigError("--dequantize: the base of this run is not quantised. Leave --dequantize out.")
     if not fuse:
         base_folder(policy)
@@ -116,8 +118,6 @@ def _writing(final: Path, replace: bool) -> Iterator[Path]:
     Args: replace: an earlier export may be there.
     Raises: ConfigError when it cannot be written.
     """
-    from mlxrl_runs.training.state import written_aside
-
     try:
         with written_aside(final) as aside:
             yield aside

@@ -67,6 +67,13 @@ def test_a_slow_blas_a_full_disk_and_a_missing_login_come_first_with_their_remed
     assert len(problems(examine(tmp_path, wants_wandb=False))) == 2
 
 
+def test_a_blas_that_mlx_does_not_use_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "prepare", lambda: backend.Backend("cpu", blas="libc.so.6"))
+    for speed, expected in ((5.6, ["libc.so.6 is loaded, but MLX multiplies as slowly as without it."]), (80.0, [])):
+        monkeypatch.setattr(doctor, "_gigaflops", lambda mx, speed=speed: speed)
+        assert problems(examine(tmp_path, wants_wandb=False)) == expected
+
+
 def test_a_version_this_package_was_not_made_for_is_a_problem(monkeypatch):
     real = metadata.version
     monkeypatch.setattr(doctor, "version", lambda name: "0.31.0" if name == "mlx-lm" else real(name))

@@ -56,21 +56,17 @@ def reopened(model: Path, adapter: Path | None) -> Answer:
     return answer(opened, tokenizer)
 
 
-def is_quantised(policy: Policy) -> bool:
-    return any(hasattr(module, "bits") for _, module in policy.model.named_modules())
-
-
 def is_float32(policy: Policy) -> bool:
     """Whether every weight is a float32 number, so that fusing only rounds in the last place."""
     return all(array.dtype == mx.float32 for _, array in tree_flatten(policy.model.parameters()))
 
 
 def copy_adapter(weights: Path, base: Path, folder: Path) -> None:
-    """The saved adapter, with the base it belongs to named in its config."""
+    """The saved adapter, with the folder of the base it belongs to named in its config."""
     for name in ADAPTER_FILES:
         shutil.copy(weights / name, folder / name)
     config = json.loads((folder / "adapter_config.json").read_text())
-    config.setdefault("base_model", {"path": str(base)})
+    config["base_model"] = {**config.get("base_model", {}), "folder": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
