@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
@@ -109,6 +109,11 @@ class ModelSettings(Settings):
     thinking: bool | None
     shape: Text | None
     recommended: ModelRecommended
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_settled(cls, path: str | None, info: ValidationInfo) -> str | None:
+        return _settled(path) if info.data.get("source") == ModelSource.LOCAL else path
 
     @property
     def label(self) -> str:

@@ -379,6 +379,12 @@ def test_a_run_is_named_after_the_model_that_a_path_names(tmp_path):
     assert load().run_name == "gigpo-recurring-tiny-G4-s0"
 
 
+def test_a_local_model_stays_the_one_it_was_when_a_link_moves_on(tmp_path):
+    folder = model_folder(tmp_path / "first")
+    (tmp_path / "latest").symlink_to(folder)
+    assert load(f"model.path={tmp_path / 'latest'}").model.path == str(folder)
+
+
 def test_a_hub_model_needs_a_name_and_takes_its_revision_apart():
     assert "needs a name on the Hugging Face hub" in only_problem("model=hub")
     assert "needs a name" in only_problem("model=hub", "model.path=a/b/c")

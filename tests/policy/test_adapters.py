@@ -9,10 +9,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_lm
 import pytest
-from families import FAMILIES, MIXTURES, small_model
 from mlx.utils import tree_flatten
 
 from building import base_hash, engine_of, one_turn_batch, settings, some_requests, tiny, updater_of
+from families import FAMILIES, MIXTURES, small_model
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
@@ -88,6 +88,14 @@ def test_a_dense_layer_that_is_called_gate_is_no_router():
             self.layers = [Block()]
 
     assert add_adapter(Model(), "lora", **SETTINGS)["lora_parameters"]["keys"] == ["gate", "up"]
+
+
+def test_dora_on_weights_it_would_misread_is_refused():
+    model = small_model("qwen3")
+    nn.quantize(model, group_size=64, bits=6)
+    with pytest.raises(ConfigError, match=r"cannot put on weights of 6 bits\. Try adapter=lora"):
+        add_adapter(model, "dora", **SETTINGS)
+    add_adapter(model, "lora", **SETTINGS)
 
 
 def test_linear_attention_is_adapted():

@@ -1,17 +1,19 @@
 from copy import deepcopy
+from dataclasses import dataclass
 
+import mlx.core as mx
 import pytest
 
 from building import tiny
+from chat_templates import CHATML, QWEN3, small_tokenizer
+from families import small_model
+from mlxrl_runs.core.batch import collate
+from mlxrl_runs.core.protocols import StepResult
+from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.chat import ChatFormat
-
-STRIPS_THINKING = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)  # fmt: skip
+from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.sampling import Sampling
 
 
 def tokenizer_with(template):
@@ -52,23 +54,126 @@ def test_the_observation_span_is_what_the_environment_wrote():
     assert ChatFormat(tokenizer).next("", ended_with_eos=False).observation == (0, 0)
 
 
-def test_h12_a_template_that_rewrites_past_turns_moves_no_token():
-    chat = ChatFormat(tokenizer_with(STRIPS_THINKING))
-    tokens = [*chat.first("a").tokens, *chat.next("b", ended_with_eos=True).tokens]
-    assert tokens == [
-        *ChatFormat(tiny().tokenizer).first("a").tokens,
-        *ChatFormat(tiny().tokenizer).next("b", True).tokens,
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_h12_a_template_that_drops_past_thinking_moves_no_token(thinking):
+    tokenizer = small_tokenizer(QWEN3)
+    chat = ChatFormat(tokenizer, thinking)
+    answer = "<think>\nred is push\n</think>\n\npush"
+    first = chat.first("door red")
+    written = [*first.tokens, *chat.action_tokens(answer)]
+    conversation = [*written, *chat.next("door blue", ended_with_eos=True).tokens]
+    assert conversation[: len(written)] == written
+    empty = "<think>\n\n</think>\n\n" if thinking is False else ""
+    assert tokenizer.decode(conversation) == (
+        f"<|im_start|>user\ndoor red<|im_end|>\n<|im_start|>assistant\n{empty}{answer}<|im_end|>\n"
+        f"<|im_start|>user\ndoor blue<|im_end|>\n<|im_start|>assistant\n{empty}"
+    )
+    # the template itself, asked for the whole conversation, would have rewritten the first answer
+    messages = [
+        {"role": "user", "content": "door red"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "door blue"},
+    ]
+    assert "red is push" not in tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("thinking", [None, False])
+def test_h12_an_episode_begins_with_what_was_fed_and_sampled_and_trains_what_was_sampled(thinking):
+    tokenizer = small_tokenizer(QWEN3)
+    model = small_model("qwen3", len(tokenizer))
+    engine = RolloutEngine(
+        model, ChatFormat(tokenizer, thinking), frozenset({tokenizer.eos_token_id}), Limits(max_completion_tokens=6)
+    )
+    request = EpisodeRequest("talk", 0, lambda: Talk("door red"), ("seed",))
+    [episode], _ = engine.play([request], Sampling())
+    first, second, third = episode.turns
+    start = [*first.context, *first.action]
+    assert list(episode.tokens[: len(start) + len(second.context)]) == [*start, *second.context]
+    assert len(episode.tokens) == sum(len(turn.context) + len(turn.action) for turn in (first, second, third))
+    batch = collate([Group("talk", (episode,))])
+    trained = [
+        token for token, acts in zip(batch.tokens[0].tolist(), batch.action_mask[0].tolist(), strict=True) if acts
+    ]
+    assert trained == [*first.action, *second.action, *third.action]
+
+
+@dataclass
+class Talk:
+    """Says the same thing three times."""
+
+    opening: object
+    max_turns: int = 3
+
+    def reset(self):
+        return self.opening
+
+    def step(self, action):
+        return StepResult("door blue", 1.0, False)
+
+    def state_id(self, observation):
+        return observation
+
+
+def history(answer):
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "3+3"},
     ]
 
 
-def test_h13_a_template_that_writes_bos_gives_exactly_one_and_one_that_does_not_gives_none():
-    tokenizer = tokenizer_with("<|endoftext|>" + tiny().tokenizer.chat_template)
-    tokenizer.bos_token = "<|endoftext|>"
-    bos = tokenizer.bos_token_id
-    context = ChatFormat(tokenizer).first("a")
-    assert context.tokens.count(bos) == 1 and context.tokens[0] == bos
-    assert bos not in ChatFormat(tokenizer).next("b", ended_with_eos=True).tokens
-    assert bos not in ChatFormat(tiny().tokenizer).first("a").tokens
+def test_h08_a_given_history_is_read_and_never_trained():
+    tokenizer = small_tokenizer(CHATML)
+    engine = RolloutEngine(
+        small_model("qwen3", len(tokenizer)),
+        ChatFormat(tokenizer),
+        frozenset({tokenizer.eos_token_id}),
+        Limits(max_completion_tokens=5, ignore_eos=True),
+    )
+
+    def played(answer):
+        requests = [EpisodeRequest("task", n, lambda: Talk(history(answer), 1), ("seed", n)) for n in range(2)]
+        episodes, statistics = engine.play(requests, Sampling())
+        return episodes, collate([Group("task", tuple(episodes))]), statistics
+
+    episodes, batch, statistics = played("4")
+    prompt = tokenizer.apply_chat_template(history("4"), add_generation_prompt=True, return_dict=False)
+    assert [list(episode.turns[0].context) for episode in episodes] == [prompt, prompt]  # one group, one prompt
+    assert batch.action_mask.sum().item() == statistics.sampled_tokens == 2 * 5
+    start, end = episodes[0].turns[0].observation
+    assert tokenizer.decode(prompt[start:end]) == "3+3" == episodes[0].turns[0].state
+    _, other, _ = played("5")
+    assert mx.array_equal(other.action_mask, batch.action_mask)
+    assert not mx.array_equal(other.tokens, batch.tokens)
+
+
+def test_a_history_without_a_template_is_lines():
+    tokenizer = small_tokenizer(None)
+    text = tokenizer.decode(ChatFormat(tokenizer).first(history("4"), prefix="3+3 =").tokens)
+    assert text == "Be brief.\n2+2\n4\n3+3\n3+3 ="
+
+
+@pytest.mark.parametrize(
+    ("template", "adds_bos", "expected"),
+    [
+        ("{{ bos_token }}" + CHATML, True, 1),
+        (CHATML, False, 0),
+        (None, True, 1),
+        (None, False, 0),
+    ],
+    ids=["both write it", "neither", "no template", "no template, no BOS"],
+)  # fmt: skip
+def test_h13_a_conversation_begins_with_bos_once_where_the_model_has_one_and_nowhere_else(template, adds_bos, expected):
+    tokenizer = small_tokenizer(template, adds_bos)
+    chat = ChatFormat(tokenizer)
+    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for opening in ("door red", history("4")):
+        tokens = chat.first(opening).tokens
+        assert tokens.count(bos) == expected
+        assert (tokens[0] == bos) == bool(expected)
+    assert bos not in chat.next("door blue", ended_with_eos=True).tokens
+    assert bos not in chat.action_tokens("push")
 
 
 def test_a_tokenizer_without_a_template_gets_lines():

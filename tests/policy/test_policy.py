@@ -176,8 +176,10 @@ def test_end_marks_are_those_of_every_file(tmp_path):
     for file in TINY.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     policy = open_policy(**TINY_LORA | {"source": "local", "path": str(tmp_path)})
-    assert policy.eos_ids == {0, 1, 5}  # 1: config.json and tokenizer
+    assert policy.eos_ids == {0, 5, 7, 1}  # 1: the tokenizer's
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

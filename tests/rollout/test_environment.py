@@ -6,7 +6,7 @@ import pytest
 
 from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.errors import EnvironmentFailure
-from mlxrl_runs.rollout.environment import opened, reset, step
+from mlxrl_runs.rollout.environment import last_text, opened, reset, step
 
 
 class Answers:
@@ -89,3 +89,25 @@ def test_observations_are_text_and_parts_are_numbers():
         reset(Answers(3), "t")
     with pytest.raises(EnvironmentFailure, match="reward_parts"):
         step(Answers(StepResult("", 1.0, True, {}, {"format": None})), "", "here")
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        [],
+        ["hello"],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}],
+        {"role": "user", "content": "3+4"},
+    ],
+)
+def test_an_opening_that_is_neither_text_nor_a_conversation_is_refused(opening):
+    with pytest.raises(EnvironmentFailure, match=r"task 'seven': reset\(\) must return the first observation as text"):
+        reset(Answers(opening), "seven")
+
+
+def test_a_conversation_is_an_opening_too_and_its_last_message_the_observation():
+    opening = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "sure?"}]
+    assert last_text(reset(Answers(opening), "seven")) == "sure?"
+    assert last_text(reset(Answers("3+4"), "seven")) == "3+4"

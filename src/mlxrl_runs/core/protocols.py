@@ -58,13 +58,20 @@ class RewardFunction(Protocol):
     def __call__(self, completion: Completion) -> float: ...
 
 
+Conversation = Sequence[Mapping[str, str]]  # messages with a role and a content, as chat templates take them
+
+
 class Environment(Protocol):
     """One episode of one task. Write `reset`, `step`, `state_id` and `max_turns`; nothing else is needed."""
 
     max_turns: int
 
-    def reset(self) -> str:
-        """Start the episode and return what the model reads first."""
+    def reset(self) -> str | Conversation:
+        """Start the episode and return what the model reads first.
+
+        A conversation so far may stand for the text: [{"role": "user", "content": "3+4"}, ...], a system message and
+        old answers of the assistant included. The model reads them; nothing of them is trained.
+        """
 
     def step(self, action: str) -> StepResult:
         """Play the model's text."""
@@ -72,7 +79,7 @@ class Environment(Protocol):
     def state_id(self, observation: str) -> str:
         """Anchor key of the state that produced `observation`: equal keys within a task mean the same decision.
 
-        Asked for once a turn, before `step`.
+        After a conversation, `observation` is the text of its last message. Asked for once a turn, before `step`.
         """
 
 

@@ -59,6 +59,12 @@ def add_adapter(
     """
     model.freeze()
     keys = _chosen(model, kind, targets)
+    odd = {module.bits for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)} - {2, 4, 8}
+    if kind == "dora" and odd:  # mlx-lm counts a layer's inputs as a whole number to each 32 bits
+        raise ConfigError(
+            f"adapter: got dora, which mlx-lm cannot put on weights of {odd.pop()} bits. Try adapter=lora, or "
+            "model.precision=4bit."
+        )
     parameters = {"rank": rank, "scale": scale, "dropout": dropout, "keys": keys}
     try:
         linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+from mlxrl_runs.core.protocols import Conversation
 from mlxrl_runs.errors import ConfigError
 
 REMEMBERED = 1024  # texts, each way
@@ -37,11 +38,25 @@ class ChatFormat:
         # observations and short actions recur; without this the tokenizer takes a sixth of an evaluation (2.8 s -> 2.4)
         self._encode = lru_cache(REMEMBERED)(self._encode_now)
         self._decode = lru_cache(REMEMBERED)(self._decode_now)
+        self._thinking = thinking
         self._before_first, self._after_first, self._before_next, self._after_next = _pieces(tokenizer, thinking)
 
-    def first(self, observation: str, prefix: str = "") -> Context:
-        """The prompt. `prefix` is what the answer begins with: read by the model, never trained."""
-        return self._encode(self._before_first, observation, self._after_first + prefix)
+    def first(self, observation: str | Conversation, prefix: str = "") -> Context:
+        """The prompt: one message of the user, or a conversation so far, all of it read and none of it trained.
+
+        Args: prefix: what the answer begins with: read by the model, never trained.
+        """
+        if isinstance(observation, str):
+            return self._encode(self._before_first, observation, self._after_first + prefix)
+        *earlier, last = observation
+        before, after = self._around_last(earlier, last["role"])
+        return self._encode(before, last["content"], after + prefix)
+
+    def _around_last(self, earlier: Conversation, role: str) -> tuple[str, str]:
+        if not self._tokenizer.chat_template:
+            return self._before_first + "".join(f"{message['content']}\n" for message in earlier), self._after_first
+        messages = [dict(message) for message in earlier] + [{"role": role, "content": _FIRST}]
+        return _cut(_render(self._tokenizer, messages, self._thinking), _FIRST)
 
     def next(self, observation: str, ended_with_eos: bool, prefix: str = "") -> Context:
         """What follows an action. The end mark of the action is added unless the policy wrote it itself."""
@@ -81,12 +96,18 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> tuple[
             "so nothing would change. Try model.thinking=null."
         )
     if not template:
-        return "", "\n", "\n", "\n"
+        return _own_bos(tokenizer), "\n", "\n", "\n"
     messages = [{"role": "user", "content": _FIRST}]
     before_first, after_first = _cut(_render(tokenizer, messages, thinking), _FIRST)
     messages += [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
     before_next, after_next = _cut(_cut(_render(tokenizer, messages, thinking), _ANSWER)[1], _NEXT)
     return before_first, after_first, before_next, after_next
+
+
+def _own_bos(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The BOS that the tokenizer itself puts before a text; without a template nothing else would write it."""
+    bos = tokenizer.bos_token_id
+    return tokenizer.bos_token if bos is not None and tokenizer("a")["input_ids"][0] == bos else ""
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], thinking: bool | None) -> str:

@@ -175,7 +175,7 @@ def open_policy(
     if adapter == "full":
         _unfreeze(policy.model)
     else:
-        base = {"path": policy.origin.path, "revision": policy.origin.revision, "precision": precision}
+        base = {"path": policy.origin.openable, "revision": policy.origin.revision, "precision": precision}
         policy.adapter_config = {
             **add_adapter(policy.model, adapter, rank=rank, scale=scale, dropout=dropout, targets=targets, seed=seed),
             "base_model": base,

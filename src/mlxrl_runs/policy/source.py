@@ -32,6 +32,11 @@ class Located:
     revision: str | None = None
     folder: Path | None = None
 
+    @property
+    def openable(self) -> str:
+        """What `mlx_lm.load` takes: a name on the hub, or a folder."""
+        return self.path if self.revision is not None or self.folder is None else str(self.folder)
+
 
 def locate(source: str, path: str | None, revision: str | None) -> Located:
     """Make sure that the model's files are on this machine.

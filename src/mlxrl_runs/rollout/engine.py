@@ -19,7 +19,7 @@ from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.maths.scalars import integers, numbers
 from mlxrl_runs.policy.chat import ChatFormat, Context
 from mlxrl_runs.rollout.decoder import BatchedDecoder, Decoder, SingleDecoder
-from mlxrl_runs.rollout.environment import answer_prefix, ask_state, opened, reset, step
+from mlxrl_runs.rollout.environment import answer_prefix, ask_state, last_text, opened, reset, step
 from mlxrl_runs.rollout.sampling import Sampling, draw, row_keys
 
 COMPACT_BELOW = 0.75  # rows still writing, as a share of the rows decoded, under which the others leave the batch
@@ -159,8 +159,8 @@ class RolloutEngine:
     def _open(self, request: EpisodeRequest) -> _Episode:
         self._stop.raise_if_requested()
         environment, max_turns = opened(request.make, request.task)
-        observation = reset(environment, request.task)
-        context = self.chat.first(observation, answer_prefix(environment))
+        first = reset(environment, request.task)
+        context = self.chat.first(first, answer_prefix(environment))
         if len(context.tokens) > self._limits.max_prompt_tokens:
             raise ConfigError(
                 f"the prompt of task {request.task!r} has {len(context.tokens)} tokens, more than "
@@ -172,7 +172,7 @@ class RolloutEngine:
                 f"{request.task!r}: {len(context.tokens)} prompt tokens and rollout.max_completion_tokens="
                 f"{self._limits.max_completion_tokens}; raise the first or lower the last"
             )
-        return _Episode(request, environment, max_turns, observation, context, tokens=len(context.tokens))
+        return _Episode(request, environment, max_turns, last_text(first), context, tokens=len(context.tokens))
 
     def _prefill(self, episodes: Sequence[_Episode]) -> tuple[Decoder, mx.array]:
         """Feed every distinct prompt once and hand its KV to all episodes that begin with it."""

@@ -1,9 +1,10 @@
 """Calls into environments, which may be anyone's code: their failures get a name, their answers are checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from typing import cast
 
-from mlxrl_runs.core.protocols import Environment, HasAnswerPrefix, StepResult
+from mlxrl_runs.core.protocols import Conversation, Environment, HasAnswerPrefix, StepResult
 from mlxrl_runs.errors import EnvironmentFailure, MlxrlError
 
 FLOAT32_LARGEST = 3.4028234e38  # rewards become float32 advantages
@@ -30,13 +31,32 @@ def opened(make: Callable[[], Environment], task: str) -> tuple[Environment, int
     return environment, limit
 
 
-def reset(environment: Environment, task: str) -> str:
-    """The first observation. Raises: EnvironmentFailure when it is no text."""
+def reset(environment: Environment, task: str) -> str | Conversation:
+    """What the model reads first. Raises: EnvironmentFailure when it is neither text nor a conversation."""
     try:
-        observation = environment.reset()
+        first = environment.reset()
     except Exception as error:
         raise EnvironmentFailure(f"task {task!r}: reset() raised {named(error)}") from error
-    return _text(observation, f"task {task!r}: reset() must return the first observation as text")
+    rule = f"task {task!r}: reset() must return the first observation as text"
+    return _text(first, rule) if not isinstance(first, list | tuple) else _conversation(first, rule)
+
+
+def _conversation(messages: Sequence[object], rule: str) -> Conversation:
+    rule = f"{rule}, or a list of messages with a role and a content, the last of them not the assistant's"
+    for message in messages:
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise EnvironmentFailure(f"{rule}, got {message!r}")
+        _text(message["role"], rule)
+        _text(message["content"], rule)
+    checked = cast(Conversation, messages)
+    if not checked or checked[-1]["role"] == "assistant":
+        raise EnvironmentFailure(f"{rule}, got {messages!r}")
+    return checked
+
+
+def last_text(first: str | Conversation) -> str:
+    """What stands right before the model's first answer."""
+    return first if isinstance(first, str) else first[-1]["content"]
 
 
 def ask_state(environment: Environment, observation: str, where: str) -> str:

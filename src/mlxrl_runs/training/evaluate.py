@@ -13,7 +13,7 @@ from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.rollout.engine import RolloutEngine
-from mlxrl_runs.rollout.environment import opened, reset
+from mlxrl_runs.rollout.environment import last_text, opened, reset
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
@@ -123,7 +123,7 @@ def _play_by_hand(
 ) -> tuple[float, float]:
     """(success, total reward) of one episode."""
     assert isinstance(environment, Demonstrator)
-    observation = reset(environment, task)
+    observation = last_text(reset(environment, task))
     total, success = 0.0, 0.0
     for turn in range(max_turns):
         text = act(environment, stream)

@@ -29,9 +29,10 @@ FAMILIES = {
 MIXTURES = ("qwen3_moe", "qwen3_next")
 
 
-def small_model(family: str):
+def small_model(family: str, vocab_size: int = 128):
     module = import_module(f"mlx_lm.models.{family}")
-    model = module.Model(module.ModelArgs.from_dict({"model_type": family} | FAMILIES[family]))
+    sizes = {"model_type": family} | FAMILIES[family] | {"vocab_size": vocab_size}
+    model = module.Model(module.ModelArgs.from_dict(sizes))
 
     def drawn(name: str, array: mx.array) -> mx.array:
         if array.ndim < 2:  # norms, decay rates
