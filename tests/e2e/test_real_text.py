@@ -16,8 +16,8 @@ def latest(folder):
 
 
 def test_a_collapse_stops_the_run_and_keeps_the_best_policy(tmp_path, capsys):
-    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=40", "optimizer.learning_rate=0.05",
-                      "optimizer.warmup_steps=30", "trainer.eval_every=1", "rollout.max_completion_tokens=12"])  # fmt: skip
+    too_much = ["steps=40", "optimizer.learning_rate=0.004", "optimizer.warmup_steps=40", "trainer.eval_every=1"]
+    config = compose([*SMALL, f"paths.output={tmp_path}", *too_much, "rollout.max_completion_tokens=12"])
     with pytest.raises(TrainingError, match=r"Collapsed at step \d+: .*fell to .*Lower optimizer.learning_rate"):
         train(config)
     run = latest(tmp_path)
@@ -34,14 +34,14 @@ def test_a_collapse_stops_the_run_and_keeps_the_best_policy(tmp_path, capsys):
 
 
 def test_a_guard_that_is_off_stops_nothing(tmp_path):
-    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=3", "optimizer.learning_rate=0.5",
-                      "trainer.collapse_guard.enabled=false", "trainer.eval_every=1"])  # fmt: skip
+    careless = ["optimizer.learning_rate=0.5", "trainer.collapse_guard.enabled=false", "trainer.eval_every=1"]
+    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=3", *careless])
     assert len(train(config).metrics) == 4
 
 
 def test_a_warm_start_is_reported_apart(tmp_path, capsys):
-    config = compose(["tracking=jsonl", "trainer.evaluation_episodes=64", f"paths.output={tmp_path}", "steps=2",
-                      "tasks_per_step=4", "trainer.warm_start.steps=8", "trainer.warm_start.actions=random"])  # fmt: skip
+    warm = ["trainer.warm_start.steps=8", "trainer.warm_start.actions=random", "trainer.evaluation_episodes=64"]
+    config = compose(["tracking=jsonl", f"paths.output={tmp_path}", "steps=2", "tasks_per_step=4", *warm])
     run = train(config)
     assert set(run.evaluation) == {"before", "after", "warm_start"}
     first, *others = run.metrics
@@ -57,8 +57,8 @@ def test_a_warm_start_is_reported_apart(tmp_path, capsys):
 
 
 def test_named_rewards_reach_the_log_the_episodes_and_the_evaluation(tmp_path):
-    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=1", "reward=[numeric,length,truncated]",
-                      "+reward.first={name: numeric, which: first, weight: 0, tolerance: 0}"])  # fmt: skip
+    measured = "+reward.first={name: numeric, which: first, weight: 0, tolerance: 0}"
+    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=1", "reward=[numeric,length,truncated]", measured])
     run = train(config)
     row = run.metrics[1]
     weighted = row["reward/numeric"] + 0.1 * row["reward/length"] + 0.1 * row["reward/truncated"]
@@ -71,8 +71,8 @@ def test_named_rewards_reach_the_log_the_episodes_and_the_evaluation(tmp_path):
 
 
 def test_the_answer_prefix_is_read_and_never_trained(tmp_path):
-    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=1", "env.answers=number",
-                      "env.answer_prefix='{problem} ='", "env.spaces=true"])  # fmt: skip
+    prefix = ["env.answers=number", "env.answer_prefix='{problem} ='", "env.spaces=true"]
+    config = compose([*SMALL, f"paths.output={tmp_path}", "steps=1", *prefix])
     run = train(config)
     turn = run.trajectories[0]["turns"][0]
     assert not turn["text"].startswith(turn["observation"])

@@ -17,6 +17,7 @@ from mlxrl_runs.rollout.environment import last_text, opened, reset
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
+EXAMPLES = 8
 Score = dict[str, Any]  # numbers, and the named parts of the reward under `parts`
 
 
@@ -53,7 +54,7 @@ class Evaluator:
     def evaluate(self) -> dict[str, Score]:
         """Scores of the `sampled` and `greedy` policy; of `random` and `oracle` where the environment has them."""
         sampled, greedy = self._play()
-        scores = {"sampled": _score(sampled), "greedy": _score(greedy)}
+        scores = {"sampled": _score(sampled), "greedy": _score(greedy) | {"examples": _examples(greedy)}}
         if self._bounds is None:
             self._bounds = bounds(self._engine, self._family, self._tasks, self._seed, self._stop)
         return scores | self._bounds
@@ -89,6 +90,22 @@ def _score(trajectories: Sequence[Trajectory]) -> Score:
         "parts": dict(sorted(parts.items())),
         "episodes": count,
     }
+
+
+def _examples(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """The first episodes, for a person to read: the same tasks at every evaluation."""
+    return [
+        {
+            "task": episode.task,
+            "success": episode.success,
+            "reward": episode.total_reward,
+            "turns": [
+                {"observation": turn.observation_text, "text": turn.text, "reward": turn.reward}
+                for turn in episode.turns
+            ],
+        }
+        for episode in trajectories[:EXAMPLES]
+    ]
 
 
 def bounds(

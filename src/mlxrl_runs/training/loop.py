@@ -208,8 +208,10 @@ class Trainer:
 
     def _put_back_best(self) -> str:
         best = self.best_checkpoint
-        if best is None:
+        if best is None and self.cadence.eval_every == 0:
             return "No better policy was kept, for none was evaluated: trainer.eval_every=10 would keep one."
+        if best is None:
+            return "No policy since the start was evaluated as good as it, so none was kept."
         self.policy.load_weights(best.folder)
         return f"The policy of step {best.step} (held-out success {best.success:.3f}) is kept as the result."
 
