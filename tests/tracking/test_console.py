@@ -55,7 +55,7 @@ def written(steps, console_file, summary=SUMMARY, width=100, **console_options):
     """What a run of `steps` equal steps prints."""
     tracker = ConsoleTracker(Console(file=console_file, width=width, **console_options))
     tracker.start(record(steps))
-    tracker.log_evaluation(0, EVALUATION)
+    tracker.log_evaluation("before training", EVALUATION)
     tracker.log(0, {"eval/sampled_success": 0.25})
     for step in range(1, steps + 1):
         tracker.log(step, METRICS)

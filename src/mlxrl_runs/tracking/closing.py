@@ -21,12 +21,13 @@ def closing_words(
     """The parts of the summary, top to bottom; what `summary` does not hold is left out.
 
     Args:
-        summary: state, steps, evaluation, peaks, seconds, tokens, files, next, device.
+        summary: state, steps, evaluation, measured, peaks, seconds, tokens, files, next, device. `measured` names the
+            parts of the reward that are logged and not paid for.
         rewards: reward/mean, one number a step.
         console: for its width, and whether it can show more than ASCII.
     """
     yield from _headline(summary, exit_code, console)
-    yield from _evaluation(summary.get("evaluation") or {})
+    yield from _evaluation(summary.get("evaluation") or {}, summary.get("measured") or ())
     yield from _curve(rewards, console)
     yield from _cost(summary.get("seconds") or {}, summary.get("peaks") or {})
     yield from _totals(summary)
@@ -44,30 +45,33 @@ def _headline(summary: Mapping[str, Any], exit_code: int, console: Console) -> I
     yield Rule(title, align="left", style=style, characters="-" if console.options.ascii_only else "─")
 
 
-def _evaluation(evaluation: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Before and after, beside the random policy (the floor) and the oracle (the ceiling)."""
-    before, after = evaluation.get("before") or {}, evaluation.get("after") or {}
-    rows = [
-        (f"{policy} {score}", _pick(before, policy, score), _pick(after, policy, score), score)
-        for score in ("success", "reward")
-        for policy in ("sampled", "greedy")
-    ]
-    rows = [row for row in rows if row[1] is not None or row[2] is not None]
+def _evaluation(evaluation: Mapping[str, Any], measured: Sequence[str]) -> Iterator[RenderableType]:
+    """Before and after, beside the random policy (the floor) and the oracle (the ceiling).
+
+    A warm start has a column of its own, and `change` then is what reinforcement learning did after it. Parts of the
+    reward that measure rather than pay have rows of their own.
+    """
+    before, warm, after = (evaluation.get(when) or {} for when in ("before", "warm_start", "after"))
+    bounds = after or before
+    rows = [(policy, score) for score in ("success", "reward", *measured) for policy in ("sampled", "greedy")]
+    rows = [row for row in rows if _pick(before, *row) is not None or _pick(after, *row) is not None]
     if not rows:
         return
-    table = _table("held-out tasks", "before", "after", "change", "random", "oracle")
-    for label, old, new, score in rows:
-        bounds = after or before
+    table = _table("held-out tasks", "before", *(["warm start"] if warm else []), "after", "change", "random", "oracle")
+    for policy, score in rows:
+        old, new, between = (_pick(scores, policy, score) for scores in (before, after, warm))
         table.add_row(
-            label, _score(old), Text(_score(new), style="bold"), _change(old, new),
-            _score(_pick(bounds, "random", score)), _score(_pick(bounds, "oracle", score)),
+            f"{policy} {score}", _score(old), *([_score(between)] if warm else []), Text(_score(new), style="bold"),
+            _change(between if warm else old, new), _score(_pick(bounds, "random", score)),
+            _score(_pick(bounds, "oracle", score)),
         )  # fmt: skip
     yield Text()
     yield table
 
 
 def _pick(evaluation: Mapping[str, Any], policy: str, score: str) -> float | None:
-    return (evaluation.get(policy) or {}).get(score)
+    scores = evaluation.get(policy) or {}
+    return scores.get(score, (scores.get("parts") or {}).get(score))
 
 
 def _score(value: float | None) -> str:
