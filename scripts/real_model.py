@@ -141,7 +141,12 @@ def episodes(finished: Finished) -> str:
     """The same held-out tasks before and after, greedy, seed by seed the first."""
     scores = finished.read("evaluation.json")
     after = {example["task"]: example for example in scores["after"]["greedy"]["examples"]}
-    lines = [f"Greedy answers on held-out tasks, seed {finished.seed}:", "", "| task | before | after |", "|---|---|---|"]
+    lines = [
+        f"Greedy answers on held-out tasks, seed {finished.seed}:",
+        "",
+        "| task | before | after |",
+        "|---|---|---|",
+    ]
     for example in scores["before"]["greedy"]["examples"][:SHOWN]:
         lines.append(f"| {code(example['task'])} | {said(example)} | {said(after[example['task']])} |")
     return "\n".join(lines)

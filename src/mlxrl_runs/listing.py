@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.runs import SUCCESS, Run, find_run, read_run, run_folders, run_name
+from mlxrl_runs.runs import SUCCESS, RecordedRun, find_run, read_run, run_folders, run_name
 
 LISTED = 20  # runs, unless -n or --all says otherwise
 TAILED = 10  # lines
@@ -99,7 +99,7 @@ def _ls(arguments: argparse.Namespace) -> None:
         print(f"{len(folders) - len(shown)} older ones: --all")
 
 
-def as_plain(run: Run) -> dict[str, Any]:
+def as_plain(run: RecordedRun) -> dict[str, Any]:
     """A run for JSON: its fields without the whole of run.json."""
     return {
         part.name: str(value) if isinstance(value, Path) else value
@@ -109,14 +109,14 @@ def as_plain(run: Run) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[Run], width: int | None) -> list[str]:
+def table(runs: Sequence[RecordedRun], width: int | None) -> list[str]:
     """A header and a line a run.
 
     Args: width: letters of a line; columns that matter less are left out, then names cut. None: everything whole.
     """
     from mlxrl_runs.tracking.drawing import readable_bytes, readable_seconds
 
-    columns: dict[str, Callable[[Run], str]] = {
+    columns: dict[str, Callable[[RecordedRun], str]] = {
         "started": lambda run: f"{run.when:%m-%d %H:%M}" if run.when else "",
         "name": lambda run: run.name,
         "state": lambda run: run.state,
@@ -179,7 +179,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _details(run: Run, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _details(run: RecordedRun, files: Sequence[str]) -> Iterator[tuple[str, str]]:
     from mlxrl_runs.tracking.drawing import readable_bytes
 
     record = run.record
@@ -206,7 +206,7 @@ def _details(run: Run, files: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "files", " ".join(files)
 
 
-def _print_results(run: Run, summary: Mapping[str, Any]) -> None:
+def _print_results(run: RecordedRun, summary: Mapping[str, Any]) -> None:
     """The last screen of a run, from what its files hold by now."""
     from rich.console import Console
     from rich.text import Text

@@ -64,7 +64,7 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run's files say about it; None where they do not.
 
     Attributes:
@@ -112,14 +112,14 @@ def _started_at(folder: Path) -> str:
     return str(_record(folder).get("started_at") or "")
 
 
-def read_run(folder: Path, output: str | Path) -> Run:
+def read_run(folder: Path, output: str | Path) -> RecordedRun:
     """What the files of a run's folder say; a damaged file counts as absent."""
     record, summary = _record(folder), _json(folder / "summary.json")
     first, last = ends_of_metrics(folder)
     evaluation = _json(folder / "evaluation.json")
     trains = record.get("job") == "train"
     root = Path(output).expanduser().absolute()
-    return Run(
+    return RecordedRun(
         name=run_name(folder),
         folder=folder,
         place=str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder),
