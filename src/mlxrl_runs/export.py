@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from mlxrl_runs.policy.load import Policy
     from mlxrl_runs.schema import RunConfig
 
-TOLERANCE = 1e-4  # of a logit; fusing in float32 moved the shipped model's by 2e-5
+# As a share of the largest logit. An adapter comes out bit-equal; fusing rounds in another order: 1e-6 of it on the
+# shipped model (2e-5 of 16), 3e-6 on SmolLM2 (8e-5 of 26).
+TOLERANCE = 1e-5
 
 
 class ExportDiffers(MlxrlError):
@@ -148,13 +150,13 @@ def _write(policy: "Policy", kind: str, weights: Path, folder: Path, dequantize:
     else:
         formats.write_fused(policy, folder, dequantize=dequantize)
     again = formats.reopened(base, folder if kind == "adapter" else None)
-    _compare(live.difference(again), len(live.tokens), is_exact, kind)
+    _compare(live.difference(again), TOLERANCE * live.largest if is_exact else None, len(live.tokens), kind)
 
 
-def _compare(difference: float, tokens: int, is_exact: bool, kind: str) -> None:
-    bound = f"at most {TOLERANCE:g} is allowed" if is_exact else "rounding of the fused weights moves them"
+def _compare(difference: float, allowed: float | None, tokens: int, kind: str) -> None:
+    bound = "rounding of the fused weights moves them" if allowed is None else f"at most {allowed:.2g} is allowed"
     print(f"largest difference of a logit from the live policy: {difference:.2g} over {tokens} tokens ({bound})")
-    if not difference < float("inf") or (is_exact and difference > TOLERANCE):
+    if not difference < float("inf") or (allowed is not None and difference > allowed):
         advice = "The base on disk is not what was trained on; try --fuse." if kind == "adapter" else "Nothing is kept."
         raise ExportDiffers(
             f"mlx-lm opens what was written as another policy: a logit differs by {difference:.2g}. {advice}"

@@ -34,6 +34,11 @@ class Answer:
     tokens: tuple[int, ...]
     logits: mx.array
 
+    @property
+    def largest(self) -> float:
+        """The largest absolute logit, which rounding errors grow with."""
+        return number(mx.abs(self.logits).max())
+
     def difference(self, other: "Answer") -> float:
         """The largest absolute difference of a logit; infinite where the tokenizers disagree about the probe."""
         if self.tokens != other.tokens or self.logits.shape != other.logits.shape:
