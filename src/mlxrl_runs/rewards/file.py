@@ -39,7 +39,6 @@ class FileReward(RewardPart):
     def value(self, completion: "Completion", is_right: bool) -> Any:
         """Whatever the function returns: the caller checks it, for it is anyone's code."""
         if self._function is None:
-            self._function = load_callable(
-                self.path, self.function, file_key="reward.file.path", name_key="reward.file.function"
-            )
+            # the caller knows the label that these keys stand under
+            self._function = load_callable(self.path, self.function, file_key="path", name_key="function")
         return self._function(completion)
