@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.reward_part import RewardPart
-from mlxrl_runs.core.user_code import check_file, load_callable
+from mlxrl_runs.core.user_code import check_file, load_callable, settled_file
 
 if TYPE_CHECKING:
     from mlxrl_runs.core.protocols import Completion, RewardFunction
@@ -20,7 +20,7 @@ class FileReward(RewardPart):
     """
 
     name: Literal["file"]
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1), AfterValidator(settled_file)]
     function: Annotated[str, Field(min_length=1)]
     _function: "RewardFunction | None" = PrivateAttr(default=None)
 
