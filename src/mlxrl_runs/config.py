@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from mlxrl_runs import problems as wording
 from mlxrl_runs.core import registry
+from mlxrl_runs.core.reward_part import WHOLE
 from mlxrl_runs.core.settings import Settings
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.groups import conf_folder, group_choices
@@ -62,6 +63,7 @@ __all__ = [
 CONFIG_NAME = "config"
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
 ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
+LABEL = re.compile(r"[\w-]+")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NOT_PART_OF_THE_EXPERIMENT = ("name", "tags", "notes", "tracking", "paths")
 SECTIONS: Mapping[str, type[Settings]] = {
@@ -117,6 +119,7 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
             found.append(f"{name}: must be given. {wording.default_advice(name, None)}")
         else:
             parts[name] = value
+    found += [_no_parts(name, "nothing") for name in IN_PARTS if name not in plain]
     config, lines = _check_top_level(parts, plain)
     return config, found + lines + _disagreements(parts)
 
@@ -124,11 +127,15 @@ def _check(plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
 def _check_parts(name: str, value: Any) -> tuple[dict[str, Settings] | None, list[str]]:
     """A section whose keys are labels, each with a section under the schema that its `name` chooses."""
     if not isinstance(value, Mapping) or not value:
-        return None, [f"{name}: got {wording.shown(value)}; at least one part is needed. Try {name}=environment."]
+        return None, [_no_parts(name, wording.shown(value))]
     checked = {label: _check_section(f"{name}.{label}", part) for label, part in value.items()}
     lines = [line for _, found in checked.values() for line in found]
     sections = {label: section for label, (section, _) in checked.items() if section is not None}
     return sections if len(sections) == len(value) else None, lines
+
+
+def _no_parts(name: str, given: str) -> str:
+    return f"{name}: got {given}; at least one part is needed. Try {name}=environment."
 
 
 def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
@@ -153,7 +160,7 @@ def _check_section(name: str, value: Any) -> tuple[Settings | None, list[str]]:
 
 
 def _schema_of(section: str, value: Mapping[str, Any]) -> type[Settings]:
-    section = section.split(".")[0]
+    label, section = section, section.split(".")[0]
     if section in SECTIONS:
         return SECTIONS[section]
     chosen = str(value.get("name"))
@@ -164,7 +171,8 @@ def _schema_of(section: str, value: Mapping[str, Any]) -> type[Settings]:
     try:
         return REGISTRIES[section].get(chosen)
     except KeyError:
-        raise ConfigError(wording.unknown_choice(section, chosen, REGISTRIES[section].names())) from None
+        key = section if label == section else f"{label}.name"
+        raise ConfigError(wording.unknown_choice(key, value.get("name"), REGISTRIES[section].names())) from None
 
 
 def _check_top_level(parts: dict[str, Any], plain: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
@@ -173,7 +181,7 @@ def _check_top_level(parts: dict[str, Any], plain: Mapping[str, Any]) -> tuple[R
         return RunConfig.model_validate(parts), []
     except ValidationError as error:
         wrong = {detail["loc"][0] for detail in error.errors()}
-        reported = [name for name in plain if name in wrong and name not in parts]  # its section already spoke
+        reported = [name for name in {*plain, *IN_PARTS} if name in wrong and name not in parts]  # it already spoke
         lines = wording.from_validation(error, RunConfig, "", parts)
         for name in wrong & parts.keys():
             del parts[str(name)]
@@ -227,6 +235,27 @@ def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
     return [
         f"group_size: got {group_size}; algorithm={algorithm.name} compares the episodes of a task with one another "
         f"and needs at least {minimum}. Try group_size={max(minimum, 4)}."
+    ]
+
+
+def _reward_labels_are_free(reward: Mapping[str, Any]) -> list[str]:
+    """A part is logged as reward/<label>, and in evaluations beside the whole reward."""
+    taken = [*WHOLE, *(["reward"] if len(reward) > 1 else [])]
+    return [
+        f"reward.{label}: a part cannot be called {label!r}; allowed: letters, digits, _ and -, but not "
+        f"{', '.join(taken)}, which are numbers of the whole reward. Try reward.my_part."
+        for label in reward
+        if label in taken or not LABEL.fullmatch(label)
+    ]
+
+
+def _something_is_paid(job: Any, reward: Mapping[str, Any]) -> list[str]:
+    if job != Job.TRAIN or any(part.weight != 0 for part in reward.values()):
+        return []
+    label = next(iter(reward))
+    return [
+        f"reward.{label}.weight: got 0, and no other part of the reward has a weight, so nothing can be learned. "
+        f"Try reward.{label}.weight=1."
     ]
 
 
@@ -343,6 +372,8 @@ def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
+    (("reward",), _reward_labels_are_free),
+    (("job", "reward"), _something_is_paid),
     (("reward", "env"), _rewards_have_an_answer),
     (("job", "checkpoint"), _checkpoint_is_for_evaluation),
     (("model",), _model_source),
@@ -514,6 +545,8 @@ def _override_problems(parsed: Sequence["Override"], config_dirs: Sequence[str |
             given = override.value() if isinstance(override.value(), list) else [override.value()]
             wrong = next(one for one in given if not _is_choice(one, choices[key]))
             found.append(wording.unknown_choice(key, wrong, choices[key]))
+        elif key in choices and (twice := _chosen_twice(override.value())):
+            found.append(f"{key}: {twice} is listed twice. Give each name once, or a second part with +{key}.NAME.*")
         elif key in set(choices) - _default_groups() and not (override.is_add() or override.is_force_add()):
             found.append(f"{key}: no part of a run unless it is added. Try +{override.input_line}")
     return found
@@ -528,6 +561,12 @@ def _is_choice(value: Any, names: Sequence[str]) -> bool:
     if isinstance(value, list):
         return all(_is_choice(one, names) for one in value)
     return isinstance(value, str) and (value.removesuffix(".yaml") in names or "/" in value)
+
+
+def _chosen_twice(value: Any) -> Any:
+    """The first name that stands in a list again; None for a list without one, and for what is no list."""
+    names = value if isinstance(value, list) else []
+    return next((name for index, name in enumerate(names) if name in names[:index]), None)
 
 
 def _is_secret(override: "Override") -> bool:

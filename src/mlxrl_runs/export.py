@@ -80,9 +80,16 @@ def _config_of(run: Path) -> "RunConfig":
     from mlxrl_runs.config import validate
 
     try:
-        return validate(yaml.safe_load((run / "config.yaml").read_text()))
+        plain = yaml.safe_load((run / "config.yaml").read_text())
+        if not isinstance(plain, dict):
+            raise ConfigError("is damaged: it holds no config.")
+        # how a policy was paid says nothing about what it is now: a reward's file may be gone
+        plain["reward"] = {"environment": {"name": "environment", "weight": 1.0}}
+        return validate(plain)
     except OSError as error:
         raise ConfigError(f"RUN_DIR: {run} has no config.yaml that can be read ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{run / 'config.yaml'}: is damaged ({' '.join(str(error).split())}).") from error
     except ConfigError as error:
         raise ConfigError([f"{run / 'config.yaml'}: {problem}" for problem in error.problems]) from error
 

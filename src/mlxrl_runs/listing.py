@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.runs import SUCCESS, RecordedRun, find_run, read_run, run_folders, run_name
+from mlxrl_runs.runs import SUCCESS, RecordedRun, find_run, parsed, read_json, read_run, run_folders, run_name
 
 LISTED = 20  # runs, unless -n or --all says otherwise
 TAILED = 10  # lines
@@ -163,8 +163,8 @@ def _padded(column: Sequence[str]) -> list[str]:
 def _show(arguments: argparse.Namespace) -> None:
     folder = find_run(arguments.output, arguments.run)
     run = read_run(folder, arguments.output)
-    summary = _read_json(folder / "summary.json")
-    evaluation = summary.get("evaluation") or _read_json(folder / "evaluation.json")
+    summary = read_json(folder / "summary.json")
+    evaluation = summary.get("evaluation") or read_json(folder / "evaluation.json")
     files = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
     if arguments.json:
         whole = {**as_plain(run), "record": run.record, "evaluation": evaluation, "summary": summary, "files": files}
@@ -173,10 +173,6 @@ def _show(arguments: argparse.Namespace) -> None:
     for label, text in _details(run, files):
         print(f"{label:<10}{text}".rstrip())
     _print_results(run, {**summary, "evaluation": evaluation})
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _details(run: RecordedRun, files: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -261,7 +257,8 @@ class MetricLines:
             return
         self._read_bytes += len(complete) + 1
         for text in complete.splitlines():
-            yield from self._lines(json.loads(text))
+            if "step" in (row := parsed(text)):  # another line is damaged
+                yield from self._lines(row)
 
     def _lines(self, row: Mapping[str, Any]) -> Iterator[str]:
         from mlxrl_runs.tracking.console import plain_line
@@ -278,7 +275,7 @@ class MetricLines:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl, without those that are damaged."""
     file = folder / "metrics.jsonl"
     text = file.read_bytes().rpartition(b"\n")[0] if file.is_file() else b""
-    return [json.loads(line) for line in text.splitlines()]
+    return [row for line in text.splitlines() if (row := parsed(line))]

@@ -94,7 +94,10 @@ class RecordedRun:
     @property
     def when(self) -> datetime | None:
         """In local time."""
-        return datetime.fromisoformat(self.started_at).astimezone() if self.started_at else None
+        try:
+            return datetime.fromisoformat(self.started_at).astimezone()
+        except ValueError:
+            return None
 
 
 def run_folders(output: str | Path, with_superseded: bool = False) -> list[Path]:
@@ -114,9 +117,9 @@ def _started_at(folder: Path) -> str:
 
 def read_run(folder: Path, output: str | Path) -> RecordedRun:
     """What the files of a run's folder say; a damaged file counts as absent."""
-    record, summary = _record(folder), _json(folder / "summary.json")
+    record, summary = _record(folder), read_json(folder / "summary.json")
     first, last = ends_of_metrics(folder)
-    evaluation = _json(folder / "evaluation.json")
+    evaluation = read_json(folder / "evaluation.json")
     trains = record.get("job") == "train"
     root = Path(output).expanduser().absolute()
     return RecordedRun(
@@ -126,31 +129,53 @@ def read_run(folder: Path, output: str | Path) -> RecordedRun:
         state=_state(folder, record),
         job=record.get("job"),
         started_at=str(record.get("started_at") or ""),
-        steps_done=last.get("step", 0) if trains else None,
-        steps_asked=record.get("steps") if trains else None,
-        success_before=_score(evaluation, "before", "success") if evaluation else first.get(SUCCESS),
+        steps_done=_number(last.get("step")) or 0 if trains else None,
+        steps_asked=_number(record.get("steps")) if trains else None,
+        success_before=_score(evaluation, "before", "success") if evaluation else _number(first.get(SUCCESS)),
         success_after=_score(evaluation, "after", "success"),
-        reward=last.get("reward/mean") if trains else _score(evaluation, "after", "reward"),
-        peak_bytes=max((summary.get("peaks") or {}).values(), default=last.get("memory/peak_bytes")),
-        seconds=record.get("seconds") or last.get("progress/seconds"),
+        reward=_number(last.get("reward/mean")) if trains else _score(evaluation, "after", "reward"),
+        peak_bytes=_peak_bytes(summary.get("peaks"), last),
+        seconds=_number(record.get("seconds")) or _number(last.get("progress/seconds")),
         record=record,
     )
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    return _json(folder / "run.json")
+    return read_json(folder / "run.json")
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """What a file of a run holds; nothing where it is damaged, or not there."""
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
+        return parsed(file.read_bytes())
+    except OSError:
+        return {}
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def _peak_bytes(peaks: Any, last: dict[str, Any]) -> int | None:
+    """Of all phases, or of the last step where no phase was summed up."""
+    found = [peak for peak in peaks.values() if _number(peak)] if isinstance(peaks, dict) else []
+    return max(found, default=_number(last.get("memory/peak_bytes")))
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else None
+
+
 def _score(evaluation: dict[str, Any], when: str, score: str) -> float | None:
-    return ((evaluation.get(when) or {}).get("sampled") or {}).get(score)
+    found: Any = evaluation
+    for key in (when, "sampled", score):
+        found = found.get(key) if isinstance(found, dict) else None
+    return _number(found)
 
 
 def run_name(folder: Path) -> str:
@@ -187,15 +212,7 @@ def ends_of_metrics(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return {}, {}
-    return _line(first), _line(lines[-1]) if lines else {}
-
-
-def _line(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return parsed(first), parsed(lines[-1]) if lines else {}
 
 
 def find_run(output: str | Path, wanted: str | None) -> Path:

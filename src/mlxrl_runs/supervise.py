@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxrl_runs.runs import read_json
 from mlxrl_runs.training.run_folder import read_run_json, record_end
 
 WORKER_COMMAND = (sys.executable, "-m", "mlxrl_runs.worker")
@@ -55,8 +56,7 @@ class Outcome:
 
 def read_objective(folder: Path) -> float | None:
     """Success of the sampled policy in the evaluation after the run, as summary.json has it; None without one."""
-    file = folder / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
+    summary = read_json(folder / "summary.json")  # a full disk leaves half of one
     after = (summary.get("evaluation") or {}).get("after")
     return after["sampled"]["success"] if after else None
 

@@ -493,3 +493,46 @@ def test_a_point_listed_twice_and_a_continuous_sweep_are_refused():
         expand_points(["seed=1,2,1"])
     with pytest.raises(ConfigError, match="INTERVAL_SWEEP"):
         expand_points(["seed=interval(0,1)"])
+
+
+ENVIRONMENT_PART = {"name": "environment", "weight": 1.0}
+TRUNCATED_PART = {"name": "truncated", "weight": 0.1}
+
+
+@pytest.mark.parametrize("label", ["mean", "std", "success", "reward", "a b"])
+def test_a_part_of_the_reward_cannot_be_logged_over_a_number_of_the_whole(label):
+    # reward/mean of a part would stand where the mean reward stands
+    with pytest.raises(ConfigError, match=rf"reward\.{label}: a part cannot be called"):
+        validate({**compose_config([]), "reward": {"environment": ENVIRONMENT_PART, label: TRUNCATED_PART}})
+
+
+def test_a_part_may_be_called_reward_where_it_is_the_whole():
+    assert list(validate({**compose_config([]), "reward": {"reward": ENVIRONMENT_PART}}).reward) == ["reward"]
+
+
+def test_a_reward_that_pays_nothing_trains_nothing_and_is_still_evaluated():
+    nothing = ["env=arithmetic", "reward=numeric", "reward.numeric.weight=0"]
+    with pytest.raises(ConfigError, match=r"reward\.numeric\.weight: got 0, .* Try reward\.numeric\.weight=1\."):
+        validate(compose_config(nothing))
+    assert validate(compose_config([*nothing, "job=evaluate"])).reward["numeric"].weight == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("reward=[]", r"^reward: got nothing; at least one part is needed. Try reward=environment\.$"),
+        ("+reward.x={}", r"reward\.x\.name: got null; choices: environment, "),
+        ("reward=[numeric,numeric]", r"^reward: numeric is listed twice\. Give each name once"),
+    ],
+)
+def test_a_reward_of_no_parts_of_a_nameless_or_of_a_repeated_one_is_refused_by_name(override, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        validate(compose_config([override, "env=arithmetic"]))
+
+
+def test_no_experiment_is_a_choice_too_so_that_a_sweep_can_compare_with_it():
+    assert compose_config(["experiment=none"]) == compose_config([])
+    points = expand_points(["experiment=none,grpo_smollm2_arithmetic"])
+    assert [point.swept for point in points] == [("experiment=none",), ("experiment=grpo_smollm2_arithmetic",)]
+    with pytest.raises(ConfigError, match="Did you mean experiment=none"):
+        compose_config(["experiment=null"])

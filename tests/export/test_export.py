@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,18 @@ import mlx.core as mx, mlx_lm
 model, tokenizer = mlx_lm.load(sys.argv[1], adapter_path=sys.argv[2] or None)
 assert not [name for name in sys.modules if name.startswith("mlxrl_runs")]
 mx.save(sys.argv[3], model(mx.array([[int(token) for token in sys.argv[4:]]])))
+"""
+ENVIRONMENT = """
+from mlxrl_runs.core.protocols import StepResult
+
+class Echo:
+    max_turns = 1
+    def __init__(self, task, seed, group_index): self.task = task
+    def reset(self): return self.task
+    def step(self, action): return StepResult("", float(len(action)), True)
+    def state_id(self, observation): return observation
+
+make = Echo
 """
 
 
@@ -189,3 +202,24 @@ def test_a_config_that_no_longer_fits_is_named(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "group_sizee": 4}))
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path / 'config.yaml'}: group_sizee: no such key" in capsys.readouterr().err
+
+
+def test_a_run_is_exported_from_another_folder_and_without_the_file_that_paid_it(tmp_path, monkeypatch):
+    (tmp_path / "started_here").mkdir()
+    monkeypatch.chdir(tmp_path / "started_here")
+    Path("environment.py").write_text(ENVIRONMENT)
+    Path("reward.py").write_text("def reward(completion): return len(completion.text)")
+    files = ["env=python", "env.file=environment.py", "reward=file", "reward.file.path=reward.py"]
+    saved = train(tmp_path / "output", *files, "steps=1", "rollout.max_completion_tokens=4")
+    Path("reward.py").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert main([str(saved)]) == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"- a list", b"job: [", b"\xff\xfe"])
+def test_a_damaged_config_is_told(run, tmp_path, capsys, damage):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("export"))
+    (copy / "config.yaml").write_bytes(damage)
+    assert main([str(copy)]) == 2
+    assert "config.yaml: is damaged" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 from mlxrl_runs.cli import main
 from mlxrl_runs.listing import table
 from mlxrl_runs.runs import read_run, run_folders
+from mlxrl_runs.supervise import read_objective
 from mlxrl_runs.training.run_folder import RunFolder, record_end, start_record
 
 CONFIG = {"job": "train", "steps": 4, "tags": ["first"], "notes": "why"}
@@ -235,3 +236,23 @@ def test_tail_shows_evaluations_too(tmp_path, capsys):
     finished(tmp_path)
     assert main(["tail", "--output", str(tmp_path)]) == 0
     assert "held-out success at step 0: sampled 0.125" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["run.json", "summary.json", "evaluation.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"st', b"[1]", b"\xff\xfe", b'{"step":0}\n{"st\n{"step":2,"reward/mean":1}\n']
+)
+def test_one_damaged_file_ends_neither_show_nor_tail_nor_a_sweeps_report(tmp_path, capsys, file, damage):
+    folder = finished(tmp_path)
+    (folder / file).write_bytes(damage)
+    for command in (["ls"], ["show"], ["show", "--json"], ["tail"]):
+        assert main([*command, "--output", str(tmp_path)]) == 0, capsys.readouterr().err
+    assert read_objective(folder) == (None if file == "summary.json" else 0.875)
+    capsys.readouterr()
+
+
+def test_a_start_that_is_no_time_is_left_out(tmp_path, capsys):
+    folder = finished(tmp_path)
+    (folder / "run.json").write_text('{"state": "finished", "started_at": "yesterday"}')
+    assert main(["ls", "--output", str(tmp_path)]) == 0
+    assert "finished" in capsys.readouterr().out

@@ -5,8 +5,10 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 
 from building import engine_of, settings, some_requests, tiny, trajectory, turn, updater_of
+from families import SIZES
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
@@ -292,3 +294,14 @@ def test_prompts_are_shared_only_where_that_saves_a_quarter_of_the_tokens():
 
     assert shares(10, 10) and shares(30, 10)  # 10 of 40 tokens; 30 of 80
     assert not shares(10, 11)  # 10 of 42
+
+
+def test_a_model_that_forgets_what_is_far_back_reads_each_row_by_itself():
+    # 10 prompt tokens, a window of 4: repeated keys and values would show the whole prompt to every token behind it
+    sizes = SIZES | {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    model = llama.Model(llama.ModelArgs.from_dict(sizes))
+    members = [trajectory(turn([20 + member, 30, 31], context=range(10)), member=member) for member in range(4)]
+    batch = collate([Group("t", tuple(members))])
+    shared, _ = action_logp(model, batch, 1.0)
+    alone = [action_logp(model, batch.select_rows(row, row + 1), 1.0)[0] for row in range(4)]  # nothing to share
+    assert mx.abs(shared - mx.concatenate(alone)).max().item() < 1e-4

@@ -111,3 +111,10 @@ def test_a_conversation_is_an_opening_too_and_its_last_message_the_observation()
     opening = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "sure?"}]
     assert last_text(reset(Answers(opening), "seven")) == "sure?"
     assert last_text(reset(Answers("3+4"), "seven")) == "3+4"
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "success"])
+def test_a_part_named_like_a_number_of_the_whole_reward_is_refused(name):
+    # it would be logged as reward/mean, over the mean reward
+    with pytest.raises(EnvironmentFailure, match=rf"reward_parts\['{name}'\]: .* give this part another name"):
+        step(Answers(StepResult("", 1.0, True, reward_parts={"room": 1.0, name: 0.5})), "x", "task 't', turn 1")

@@ -51,6 +51,17 @@ def test_the_environments_own_parts_stay_beside_its_reward():
     assert scored.reward == 1.0 and scored.reward_parts == {"room": 0.5, "environment": 0.5}
 
 
+def test_an_environments_part_and_a_part_of_one_name_are_both_logged():
+    scored = reward(environment=("environment", {}), room=("truncated", {})).score(completion("x"))
+    assert scored.reward_parts == {"environment_room": 0.5, "environment": 0.5, "room": 0.0}
+
+
+def test_a_sum_that_no_advantage_can_hold_is_refused():
+    # 1 x 1e40 is a finite float, and infinite in the float32 that advantages are
+    with pytest.raises(EnvironmentFailure, match="reward: the weighted sum of its parts for task 'task 7' must be fin"):
+        reward(numeric=("numeric", {"weight": 1e40})).score(completion("46"))
+
+
 def test_a_reward_that_compares_refuses_an_environment_without_an_answer():
     with pytest.raises(ConfigError, match=r"reward\.numeric: needs the right answer"):
         reward(numeric=("numeric", {})).score(completion("46", answer=None))
@@ -88,3 +99,10 @@ def test_the_engine_hands_a_reward_what_was_written_and_what_was_right():
         assert given.answer == str(eval(trajectory.task)) and given.max_tokens == 5
         assert given.is_truncated == (turn.stop.value == "length")
         assert turn.reward == len(turn.text)
+
+
+def test_a_function_that_is_not_in_its_file_is_told_under_the_label_of_its_part(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def other(completion): return 1.0")
+    with pytest.raises(ConfigError, match=rf"^reward\.mine\.function=reward: path={file} has no callable"):
+        reward(mine=("file", {"path": str(file)})).score(completion("46"))

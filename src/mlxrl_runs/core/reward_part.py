@@ -7,6 +7,8 @@ from mlxrl_runs.core.settings import Float, Settings
 if TYPE_CHECKING:
     from mlxrl_runs.core.protocols import Completion
 
+WHOLE = ("mean", "std", "success")  # reward/<name> of the whole reward, which no part may be called
+
 
 class RewardPart(Settings):
     """One named summand of the reward: weight x value(completion).

@@ -37,3 +37,9 @@ def check_file(file: str, key: str) -> None:
     """Raises: ValueError, in a schema's words, when there is no such file."""
     if not Path(file).expanduser().is_file():
         raise ValueError(f"{key}={file} is no file that can be read; give the path of a Python file")
+
+
+def settled_file(file: str) -> str:
+    """The same file from every folder: a run may be exported or evaluated from another one than it was started in."""
+    path = Path(file).expanduser()
+    return str(path.resolve()) if path.is_file() else file

@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.protocols import Environment
 from mlxrl_runs.core.settings import PositiveInt, Recommended, Settings
-from mlxrl_runs.core.user_code import check_file, load_callable
+from mlxrl_runs.core.user_code import check_file, load_callable, settled_file
 
 
 @registry.environment("python")
@@ -25,7 +25,7 @@ class PythonFile(Settings):
     """
 
     name: Literal["python"]
-    file: Annotated[str, Field(min_length=1)]
+    file: Annotated[str, Field(min_length=1), AfterValidator(settled_file)]
     factory: Annotated[str, Field(min_length=1)]
     tasks: PositiveInt
     held_out: PositiveInt

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch
 from mlxrl_runs.policy.head import SPLITTABLE, apply_head, head_logp
-from mlxrl_runs.policy.shared_prompt import Prompts, hidden_before
+from mlxrl_runs.policy.shared_prompt import Prompts, hidden_before, keeps_plain_kv
 
 SHARE_FROM = 0.25  # repeated prompt tokens, as a share of all tokens
 
@@ -67,7 +67,7 @@ def _action_positions(batch: Batch) -> tuple[mx.array, mx.array]:
 def _hidden_before(model: nn.Module, batch: Batch, rows: mx.array, columns: mx.array) -> mx.array:
     """(N, H): the hidden states that predict tokens[rows, columns]."""
     prompts = Prompts.of(batch)
-    if shares_prompts(batch, prompts):
+    if shares_prompts(batch, prompts) and keeps_plain_kv(model):
         return hidden_before(model.model, batch, prompts, rows, columns)
     return model.model(batch.tokens[:, :-1])[rows, columns - 1]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlxrl_runs.core.batch import Batch
 
@@ -41,6 +42,11 @@ class Prompts:
     def repeated_tokens(self) -> int:
         """Prompt tokens that one pass a row would compute again."""
         return sum(self.lengths) - sum(map(len, self.distinct))
+
+
+def keeps_plain_kv(model: nn.Module) -> bool:
+    """True when every layer looks back at all keys and values; sliding windows and recurrent states do not."""
+    return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
 def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.array, columns: mx.array) -> mx.array:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.reward_part import RewardPart
-from mlxrl_runs.core.user_code import check_file, load_callable
+from mlxrl_runs.core.user_code import check_file, load_callable, settled_file
 
 if TYPE_CHECKING:
     from mlxrl_runs.core.protocols import Completion, RewardFunction
@@ -20,7 +20,7 @@ class FileReward(RewardPart):
     """
 
     name: Literal["file"]
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1), AfterValidator(settled_file)]
     function: Annotated[str, Field(min_length=1)]
     _function: "RewardFunction | None" = PrivateAttr(default=None)
 
@@ -39,7 +39,6 @@ class FileReward(RewardPart):
     def value(self, completion: "Completion", is_right: bool) -> Any:
         """Whatever the function returns: the caller checks it, for it is anyone's code."""
         if self._function is None:
-            self._function = load_callable(
-                self.path, self.function, file_key="reward.file.path", name_key="reward.file.function"
-            )
+            # the caller knows the label that these keys stand under
+            self._function = load_callable(self.path, self.function, file_key="path", name_key="function")
         return self._function(completion)

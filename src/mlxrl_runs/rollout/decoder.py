@@ -5,9 +5,10 @@ from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrl_runs.policy.forward import last_logits
+from mlxrl_runs.policy.shared_prompt import keeps_plain_kv
 from mlxrl_runs.rollout.cache import RaggedKVCache, RowLengths
 
 
@@ -45,8 +46,7 @@ class BatchedDecoder:
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """True when every layer keeps a plain KV cache; sliding windows and recurrent states do not."""
-        return all(type(cache) is KVCache for cache in make_prompt_cache(model))
+        return keeps_plain_kv(model)
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> mx.array:
         width = max(len(row) for row in tokens)

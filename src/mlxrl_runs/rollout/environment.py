@@ -5,6 +5,7 @@ from numbers import Real
 from typing import cast
 
 from mlxrl_runs.core.protocols import Conversation, Environment, HasAnswerPrefix, StepResult
+from mlxrl_runs.core.reward_part import WHOLE
 from mlxrl_runs.errors import EnvironmentFailure, MlxrlError
 
 FLOAT32_LARGEST = 3.4028234e38  # rewards become float32 advantages
@@ -89,7 +90,7 @@ def step(environment: Environment, action: str, where: str) -> StepResult:
         reward=finite_number(result.reward, f"{where}: the reward"),
         done=bool(result.done),
         info=_numbers(result.info, f"{where}: info"),
-        reward_parts=_numbers(result.reward_parts, f"{where}: reward_parts"),
+        reward_parts=_parts(result.reward_parts, f"{where}: reward_parts"),
     )
 
 
@@ -116,6 +117,16 @@ def _numbers(values: object, what: str) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise EnvironmentFailure(f"{what} must map names to numbers, got {values!r}")
     return {str(name): finite_number(value, f"{what}[{name!r}]") for name, value in values.items()}
+
+
+def _parts(values: object, what: str) -> dict[str, float]:
+    parts = _numbers(values, what)
+    taken = [name for name in parts if name in WHOLE]
+    if taken:
+        raise EnvironmentFailure(
+            f"{what}[{taken[0]!r}]: reward/{taken[0]} is a number of the whole reward; give this part another name"
+        )
+    return parts
 
 
 def named(error: Exception) -> str:

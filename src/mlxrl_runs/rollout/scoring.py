@@ -32,9 +32,11 @@ class WeightedReward:
             values[label] = self._value(label, completion, self._is_right(values, completion))
         paid = completion.paid
         kept = paid.reward_parts if any(part.keeps_parts for part in self._parts.values()) else {}
+        kept = {f"environment_{name}" if name in self._parts else name: value for name, value in kept.items()}
+        total = sum(self._parts[label].weight * value for label, value in values.items())
         return replace(
             paid,
-            reward=sum(self._parts[label].weight * value for label, value in values.items()),
+            reward=finite_number(total, f"reward: the weighted sum of its parts for task {completion.task!r}"),
             reward_parts={**kept, **{label: values[label] for label in self._parts}},
             info={**paid.info, "success": float(self._is_right(values, completion))},
         )
@@ -50,6 +52,8 @@ class WeightedReward:
     def _value(self, label: str, completion: Completion, is_right: bool) -> float:
         try:
             value = self._parts[label].value(completion, is_right)
+        except ConfigError as error:
+            raise ConfigError([f"reward.{label}.{problem}" for problem in error.problems]) from error
         except MlxrlError:
             raise
         except Exception as error:

@@ -126,12 +126,15 @@ class Trainer:
 
     def _begin(self) -> None:
         """Evaluate, start warm where asked for, and fix what training is compared with."""
+        if self.warm_starter is not None:
+            self.warm_starter.check()
         evaluation = self.evaluations["before"] = self._evaluate("before training")
         metrics = evaluation_metrics(evaluation)
         self._remember(metrics)
         if self.warm_starter is not None:
             with self.meter.phase("warm_start"):
                 losses = self.warm_starter.train()
+            self.warm_starter = None  # its optimizer's moments, as large as two copies of what is trained
             self.say(f"warm start: cross-entropy {losses[0]:.3f} -> {losses[-1]:.3f} nats per token")
             evaluation = self.evaluations["warm_start"] = self._evaluate("after the warm start")
             metrics |= warm_start_metrics(losses, evaluation)
@@ -161,7 +164,7 @@ class Trainer:
             **self.meter.metrics(),
             **self._rates_and_counts(groups),
         }
-        last = self._finished() or self._stopped_by_callback(step, metrics)
+        last = self._stopped_by_callback(step, metrics) or self._finished()
         evaluation = self._evaluate(f"after step {step}") if last or self._due(self.cadence.eval_every) else None
         if evaluation is not None:
             metrics |= evaluation_metrics(evaluation)

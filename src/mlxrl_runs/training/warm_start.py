@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch, collate
-from mlxrl_runs.core.protocols import Demonstrator, EnvironmentFamily
+from mlxrl_runs.core.protocols import Demonstrator, Environment, EnvironmentFamily
 from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory, Turn
 from mlxrl_runs.errors import ConfigError
@@ -58,11 +58,13 @@ class WarmStarter:
     actions: str
     seed: int
 
-    def train(self) -> list[float]:
-        """The cross-entropy of each step, nats per token, before that step's update.
+    def check(self) -> None:
+        """Raises: ConfigError when the environment cannot show how; better told before anything is evaluated."""
+        task = self.family.sample_task(generator(self.seed, "warm start", 1))
+        self._opened(task, derive_seed(self.seed, "environment", task))
 
-        Raises: ConfigError when the environment cannot show how.
-        """
+    def train(self) -> list[float]:
+        """The cross-entropy of each step, nats per token, before that step's update."""
         losses = []
         algorithm = Imitation()
         for number in range(1, self.steps + 1):
@@ -76,14 +78,19 @@ class WarmStarter:
         tasks = [self.family.sample_task(stream) for _ in range(self.examples_per_step)]
         return [self._demonstrated(task, derive_seed(self.seed, "environment", task), stream) for task in tasks]
 
-    def _demonstrated(self, task: str, seed: int, stream: Random) -> Trajectory:
-        """One episode, played by the environment's own policy and written down as the model would have written it."""
+    def _opened(self, task: str, seed: int) -> tuple[Environment, int]:
         environment, max_turns = opened(lambda: self.family.make(task, seed, 0), task)
         if not isinstance(environment, Demonstrator):
             raise ConfigError(
                 f"trainer.warm_start.steps={self.steps}: the environment shows no examples, having no oracle_action "
                 "and random_action. Try trainer.warm_start.steps=0."
             )
+        return environment, max_turns
+
+    def _demonstrated(self, task: str, seed: int, stream: Random) -> Trajectory:
+        """One episode, played by the environment's own policy and written down as the model would have written it."""
+        environment, max_turns = self._opened(task, seed)
+        assert isinstance(environment, Demonstrator)
         context = self.chat.first(reset(environment, task), answer_prefix(environment))
         turns: list[Turn] = []
         while True:
