@@ -76,9 +76,15 @@ def _config_of(run: Path) -> "RunConfig":
     import yaml  # type: ignore[import-untyped]
 
     from mlxrl_runs.config import validate
+    from mlxrl_runs.core import registry
+    from mlxrl_runs.groups import conf_folder
 
     try:
-        return validate(yaml.safe_load((run / "config.yaml").read_text()))
+        plain = yaml.safe_load((run / "config.yaml").read_text())
+        if plain["algorithm"]["name"] not in registry.algorithm.names():
+            # registered by the program that trained; what trained a policy says nothing about what it is now
+            plain["algorithm"] = yaml.safe_load((conf_folder() / "algorithm/grpo.yaml").read_text())
+        return validate(plain)
     except OSError as error:
         raise ConfigError(f"RUN_DIR: {run} has no config.yaml that can be read ({error.strerror}).") from error
     except ConfigError as error:
