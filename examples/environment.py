@@ -12,7 +12,7 @@ AHEAD, BEHIND = ("red", "blue", "green", "cyan"), ("gold", "black", "white", "pi
 
 
 class Corridor:
-    """Nine rooms in a row, a start in the middle. A door's colour tells whether the exit lies ahead (push) or not (pull)."""
+    """Nine rooms in a row. A door's colour tells whether the exit lies ahead (push) or behind (pull)."""
 
     max_turns = 6
 
