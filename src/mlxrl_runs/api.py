@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxrl_runs.config import RunConfig, compose_config, validate
+from mlxrl_runs import backend
+from mlxrl_runs.config import RunConfig, compose_config, require_agreement, validate
 from mlxrl_runs.core.protocols import Environment, RewardFunction
 from mlxrl_runs.core.settings import Settings
 from mlxrl_runs.core.stop import StopRequest
-from mlxrl_runs.errors import Interrupted
+from mlxrl_runs.core.user_code import PYTHON_OBJECT
+from mlxrl_runs.errors import Interrupted, MlxrlError
 from mlxrl_runs.groups import conf_folder
 from mlxrl_runs.lifecycle import begin_folder, exit_code, one_line
 from mlxrl_runs.policy.source import locate
@@ -26,6 +28,9 @@ from mlxrl_runs.training.run_folder import RunFolder, record_end
 
 if TYPE_CHECKING:
     from mlxrl_runs.run import Run
+
+with contextlib.suppress(MlxrlError):  # told when a run starts
+    backend.prepare()  # here, for the caller may import MLX before the run does
 
 StepCallback = Callable[[int, dict[str, float]], object]
 EnvironmentFactory = Callable[[str, int, int], Environment]
@@ -40,7 +45,7 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = (
         config_dirs: folders with config groups of your own.
     Raises: ConfigError listing every problem.
     """
-    return validate(compose_config(overrides, config_dirs))
+    return validate(compose_config(overrides, config_dirs)).remembering(overrides)
 
 
 def train(
@@ -73,8 +78,9 @@ def evaluate(
 
     Args: checkpoint: a run's `adapters`, `model` or `checkpoints/step_...` folder; None keeps the config's own.
     """
-    chosen = config if checkpoint is None else config.model_copy(update={"checkpoint": str(checkpoint)})
-    return _execute(_replaced(chosen, reward, env, Job.EVALUATE), ())
+    if checkpoint is not None:
+        config = config.model_copy(update={"checkpoint": str(Path(checkpoint).expanduser().resolve())})
+    return _execute(_replaced(config, reward, env, Job.EVALUATE), ())
 
 
 class FinishedRun:
@@ -127,16 +133,29 @@ class FinishedRun:
 
 
 def _replaced(config: RunConfig, reward: Any, env: Any, job: Job) -> RunConfig:
-    """The config with the parts that were given as Python objects; config.yaml then says where they came from."""
-    from mlxrl_runs.rewards.file import FileReward
+    """The config with the parts that were given as Python objects; config.yaml then says where they came from.
 
+    Raises: ConfigError when the parts do not go together.
+    """
     changes: dict[str, Any] = {"job": job}
     if reward is not None:
-        functions = reward if isinstance(reward, Mapping) else {getattr(reward, "__name__", "reward"): reward}
-        changes["reward"] = {name: FileReward.of(function, *_origin(function)) for name, function in functions.items()}
+        changes["reward"] = _parts_of(reward)
     if env is not None:
         changes["env"] = env if isinstance(env, Settings) else _family_of(env, config)
-    return config.model_copy(update=changes)
+    given = [name for name in ("env", "reward") if name in changes]
+    changed = config.model_copy(update=changes).remembering(python_parts=given)
+    require_agreement(changed)
+    return changed
+
+
+def _parts_of(reward: RewardFunction | Mapping[str, RewardFunction]) -> dict[str, Settings]:
+    """Each function under the name it is logged by: its own, where it is given alone and has one."""
+    from mlxrl_runs.rewards.file import FileReward
+
+    if not isinstance(reward, Mapping):
+        name = getattr(reward, "__name__", "")
+        reward = {name if name.isidentifier() else "reward": reward}
+    return {name: FileReward.of(function, *_origin(function)) for name, function in reward.items()}
 
 
 def _family_of(factory: EnvironmentFactory, config: RunConfig) -> Settings:
@@ -151,12 +170,13 @@ def _family_of(factory: EnvironmentFactory, config: RunConfig) -> Settings:
 
 
 def _origin(part: Callable[..., Any]) -> tuple[str, str]:
-    """(file, name) of a function or class; what a notebook defines has no file."""
-    name = getattr(part, "__qualname__", type(part).__qualname__)
+    """(place, name) of a function or class. The place is marked: the file may be the script that started the run."""
     try:
-        return inspect.getsourcefile(part) or "<notebook>", name
-    except TypeError:
-        return "<notebook>", name
+        file = inspect.getsourcefile(part) or ""
+    except (TypeError, OSError):  # a callable object, or a class that no file holds
+        file = ""
+    place = file if Path(file).is_file() else "notebook"
+    return f"{PYTHON_OBJECT} {place}", getattr(part, "__qualname__", type(part).__qualname__)
 
 
 def _execute(config: RunConfig, callbacks: Sequence[StepCallback]) -> FinishedRun:
@@ -164,15 +184,26 @@ def _execute(config: RunConfig, callbacks: Sequence[StepCallback]) -> FinishedRu
 
     fresh_memory()
     locate(config.model.source, config.model.path, config.model.revision)  # what is missing leaves no folder
-    folder, _ = begin_folder(config, (), None)
+    folder, _ = begin_folder(config, config.overrides, None)
     state, code, error = "finished", 0, None
     try:
         with _stopped_by_ctrl_c() as stop, _console(folder) as console:
-            run = execute(config, folder, overrides=(), sweep=None, stop=stop, console=console, callbacks=callbacks)
+            run = execute(
+                config,
+                folder,
+                overrides=config.overrides,
+                sweep=None,
+                stop=stop,
+                console=console,
+                callbacks=callbacks,
+            )
         return FinishedRun(run)
     except Interrupted as interrupted:
         state, code, error = "interrupted", exit_code(interrupted), str(interrupted)
         raise KeyboardInterrupt(f"What was reached is saved in {folder.path}") from None
+    except KeyboardInterrupt:  # the second one
+        state, code, error = "interrupted", 128 + signal.SIGINT, "interrupted again before everything was saved"
+        raise
     except BaseException as failure:
         state, code, error = "failed", exit_code(failure), one_line(failure, folder.path)
         raise

@@ -5,6 +5,7 @@ import ctypes.util
 import glob
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -17,6 +18,11 @@ NO_BLAS_WARNING = (
     "No fast BLAS found: MLX on this CPU will be about 16 times slower. "
     "Install one: `apt-get install libopenblas0-pthread` (Debian, Ubuntu) or `pip install 'mlxrl-runs[blas]'` (x86-64)."
 )
+LATE_WARNING = (
+    "MLX was imported before its fast BLAS was loaded, and will be about 16 times slower on this CPU. "
+    "Start Python anew, with `from mlxrl_runs import train` above the first `import mlx`."
+)
+SLOW_GIGAFLOPS = 12.0  # MLX's own BLAS reaches 6 of them, OpenBLAS on 2 busy cores 80
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,25 @@ def prepare() -> Backend:
             "or `[cuda12]` / `[cuda13]` for an NVIDIA GPU."
         )
     blas = _load_blas()
-    return Backend("cpu", blas=blas, warning=None if blas else NO_BLAS_WARNING)
+    if blas is None:
+        return Backend("cpu", warning=NO_BLAS_WARNING)
+    # MLX binds its BLAS where it is imported: one that is loaded later is not used
+    late = "mlx.core" in sys.modules and gigaflops(512) < SLOW_GIGAFLOPS
+    return Backend("cpu", blas=blas, warning=LATE_WARNING if late else None)
+
+
+def gigaflops(size: int) -> float:
+    """GFLOP/s of a product of two float32 matrices of `size` rows: the best of three, after one that warms up."""
+    import mlx.core as mx
+
+    left, right = mx.ones((size, size)), mx.ones((size, size))
+    mx.eval(left @ right)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        mx.eval(left @ right)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds) / 1e9
 
 
 def use_blas_threads(backend: Backend, count: int) -> bool:

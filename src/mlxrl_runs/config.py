@@ -56,6 +56,7 @@ __all__ = [
     "expand_points",
     "implied_model",
     "own_hydra",
+    "require_agreement",
     "shown_override",
     "validate",
 ]
@@ -217,6 +218,16 @@ def _leaked_secrets(plain: Mapping[str, Any]) -> list[str]:
 
 
 # ---- what must agree between keys
+
+
+def require_agreement(config: RunConfig) -> None:
+    """Check between the sections of a config that was changed after it was validated.
+
+    Raises: ConfigError listing every problem.
+    """
+    found = _disagreements(dict(config))
+    if found:
+        raise ConfigError(found)
 
 
 def _disagreements(parts: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -30,7 +29,6 @@ VARIABLES = (
 )  # fmt: skip
 PRODUCT_SIZE = 1024
 PRODUCT = f"GFLOP/s, {PRODUCT_SIZE} float32"
-SLOW_GIGAFLOPS = 12.0  # MLX's own BLAS reaches 6 of them, OpenBLAS on 2 busy cores 80
 
 
 @dataclass
@@ -126,7 +124,7 @@ def _mlx(report: Report) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
         report.add(f"MLX does not work: {said}", "Check the GPU's driver, or install another backend: docs/install.md")
         return facts | {"error": said}
-    if backend.blas and facts[PRODUCT] < SLOW_GIGAFLOPS:
+    if backend.blas and not backend.warning and facts[PRODUCT] < backends.SLOW_GIGAFLOPS:
         remedy = "Something imports mlx.core before mlxrl_runs has loaded the BLAS; or the machine is very busy."
         report.add(f"{backend.blas} is loaded, but MLX multiplies as slowly as without it.", remedy)
     return facts
@@ -146,20 +144,8 @@ def _device() -> dict[str, Any]:
         "memory_bytes": memory_size_bytes(),
         "memory_limit_bytes": mx.get_memory_limit(),
         **in_force,
-        PRODUCT: round(_gigaflops(mx), 1),
+        PRODUCT: round(backends.gigaflops(PRODUCT_SIZE), 1),
     }
-
-
-def _gigaflops(mx: Any) -> float:
-    """Best of three, after one that warms up."""
-    left, right = mx.ones((PRODUCT_SIZE, PRODUCT_SIZE)), mx.ones((PRODUCT_SIZE, PRODUCT_SIZE))
-    mx.eval(left @ right)
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        mx.eval(left @ right)
-        seconds.append(time.perf_counter() - started)
-    return 2 * PRODUCT_SIZE**3 / min(seconds) / 1e9
 
 
 def _versions(report: Report) -> dict[str, Any]:

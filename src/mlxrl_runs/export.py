@@ -78,13 +78,18 @@ def _config_of(run: Path) -> "RunConfig":
     import yaml  # type: ignore[import-untyped]
 
     from mlxrl_runs.config import validate
+    from mlxrl_runs.core import registry
+    from mlxrl_runs.groups import conf_folder
 
     try:
         plain = yaml.safe_load((run / "config.yaml").read_text())
         if not isinstance(plain, dict):
             raise ConfigError("is damaged: it holds no config.")
-        # how a policy was paid says nothing about what it is now: a reward's file may be gone
+        # how a policy was paid and trained says nothing about what it is now: a reward's file may be gone
         plain["reward"] = {"environment": {"name": "environment", "weight": 1.0}}
+        if plain["algorithm"]["name"] not in registry.algorithm.names():
+            # registered by the program that trained
+            plain["algorithm"] = yaml.safe_load((conf_folder() / "algorithm/grpo.yaml").read_text())
         return validate(plain)
     except OSError as error:
         raise ConfigError(f"RUN_DIR: {run} has no config.yaml that can be read ({error.strerror}).") from error

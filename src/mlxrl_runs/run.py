@@ -22,7 +22,8 @@ from mlxrl_runs.errors import MlxrlError
 from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
-MAKES_THE_POLICY = ("model", "adapter", "env", "rollout", "experiment")  # overrides that a next command must repeat
+# overrides that a next command must repeat
+MAKES_THE_SCORE = ("model", "adapter", "env", "reward", "rollout", "experiment")
 PROMPT_LETTERS = 300
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": it is not needed
 BACKEND = backends.prepare()  # before anything below imports MLX
@@ -69,7 +70,7 @@ def execute(
     """
     console = console or Console()
     if BACKEND.warning:
-        console.print(f"[bold red]{BACKEND.warning}[/]")
+        console.print(Text(BACKEND.warning, style="bold red"), highlight=False, soft_wrap=True)
     with applied_limits(config.memory.cache_limit_gib, config.memory.wired_limit_gib) as limits:
         run = Run(config, folder, console, stop, overrides, sweep, callbacks)
         run.record_machine(limits)
@@ -457,12 +458,17 @@ class Run:
         }
 
     def _next_commands(self) -> list[str]:
-        kept = [override for override in self.overrides if override.lstrip("+").startswith(MAKES_THE_POLICY)]
+        kept = [override for override in self.overrides if override.lstrip("+").startswith(MAKES_THE_SCORE)]
         weights, run = readable_path(str(self._weights)), readable_path(str(self.folder.path))
-        scored = ["job=evaluate", *kept, f"seed={self.config.seed}", f"checkpoint={weights}"]
-        return [
+        saved = [
             *self._talk_commands(weights),
             shlex.join(["python", "-m", "mlxrl_runs.export", run, *([] if self._is_whole else ["--fuse"])]),
+        ]
+        if self.config.python_parts:
+            return saved
+        scored = ["job=evaluate", *kept, f"seed={self.config.seed}", f"checkpoint={weights}"]
+        return [
+            *saved,
             shlex.join(["python", "-m", "mlxrl_runs", *scored]),
             shlex.join(["python", "-m", "mlxrl_runs", "-m", *kept, "algorithm=grpo,gigpo", "seed=0,1"]),
         ]

@@ -1,11 +1,20 @@
 """Types, meanings and ranges of every section of a run's config. The yamls in conf/ hold the values. Imports no MLX."""
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+)
 
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
@@ -314,6 +323,25 @@ class RunConfig(Settings):
     tracking: WandbTracking | JsonlTracking
     debug: DebugSettings
     paths: PathSettings
+    _overrides: tuple[str, ...] = PrivateAttr(default=())
+    _python_parts: tuple[str, ...] = PrivateAttr(default=())
+
+    def remembering(self, overrides: Sequence[str] = (), python_parts: Sequence[str] = ()) -> "RunConfig":
+        """The same config, which knows where it came from; what is empty leaves what was known before."""
+        copy = self.model_copy()
+        copy._overrides = tuple(overrides) or self._overrides
+        copy._python_parts = tuple(python_parts) or self._python_parts
+        return copy
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What it was composed of, where that was remembered."""
+        return self._overrides
+
+    @property
+    def python_parts(self) -> tuple[str, ...]:
+        """Sections that were handed over as Python objects, which no command can name."""
+        return self._python_parts
 
     @property
     def run_name(self) -> str:

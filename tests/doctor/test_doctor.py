@@ -70,7 +70,7 @@ def test_a_slow_blas_a_full_disk_and_a_missing_login_come_first_with_their_remed
 def test_a_blas_that_mlx_does_not_use_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "prepare", lambda: backend.Backend("cpu", blas="libc.so.6"))
     for speed, expected in ((5.6, ["libc.so.6 is loaded, but MLX multiplies as slowly as without it."]), (80.0, [])):
-        monkeypatch.setattr(doctor, "_gigaflops", lambda mx, speed=speed: speed)
+        monkeypatch.setattr(backend, "gigaflops", lambda size, speed=speed: speed)
         assert problems(examine(tmp_path, wants_wandb=False)) == expected
 
 

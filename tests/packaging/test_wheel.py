@@ -31,6 +31,7 @@ def test_the_wheel_holds_every_module_config_and_weight_and_nothing_else(wheel):
         [license_file] = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
         assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
     assert inside == package | conf
+    assert "mlxrl_runs/py.typed" in inside  # type checkers may read the annotations
     assert "mlxrl_runs/conf/config.yaml" in inside and "mlxrl_runs/models/tiny/model.safetensors" in inside
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.errors import ConfigError
 
+PYTHON_OBJECT = "<python>"  # stands before the place where an object came from that was handed over as it was
+
 
 def load_callable(file: str, name: str, *, file_key: str, name_key: str) -> Callable[..., Any]:
     """The callable `name` of a Python file.
@@ -16,6 +18,11 @@ def load_callable(file: str, name: str, *, file_key: str, name_key: str) -> Call
     Args: file_key, name_key: full config keys, for messages.
     Raises: ConfigError when the file cannot be imported or has no such callable.
     """
+    if file.startswith(PYTHON_OBJECT):
+        raise ConfigError(
+            f"{file_key}={file}: it was an object in Python, which no file brings back. Give it again: "
+            "mlxrl_runs.train(..., env=..., reward=...)"
+        )
     path = Path(file).expanduser().resolve()
     module_name = f"mlxrl_runs_user_{derive_seed(path):x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -35,7 +42,7 @@ def load_callable(file: str, name: str, *, file_key: str, name_key: str) -> Call
 
 def check_file(file: str, key: str) -> None:
     """Raises: ValueError, in a schema's words, when there is no such file."""
-    if not Path(file).expanduser().is_file():
+    if not file.startswith(PYTHON_OBJECT) and not Path(file).expanduser().is_file():
         raise ValueError(f"{key}={file} is no file that can be read; give the path of a Python file")
 
 
