@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ from mlxrl_runs.config import compose_config, validate
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python -m mlxrl_runs (.*)$", README, re.MULTILINE)
-[OWN_ENVIRONMENT] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+OWN_ENVIRONMENT, FROM_PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def placeholders(tmp_path, monkeypatch):
-    """A folder in which `my_env.py`, DIR and RUN_FOLDER of the commands exist."""
+    """A folder in which `my_env.py`, `my_reward.py`, DIR and RUN_FOLDER of the commands exist."""
     (tmp_path / "my_env.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "my_reward.py").write_text("def reward(completion): return float(len(completion.text))\n")
     (tmp_path / "DIR").symlink_to(ROOT / "src/mlxrl_runs/models/tiny")
     (tmp_path / "RUN_FOLDER/adapters").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -28,9 +30,16 @@ def placeholders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_is_accepted(command, placeholders):
-    words = [word for word in command.split() if word != "-m"]
-    sweep = "-m" in command.split()
-    validate(compose_config([word.split(",")[0] if sweep else word for word in words]))
+    words = shlex.split(command, comments=True)
+    sweep = "-m" in words
+    validate(compose_config([word.split(",")[0] if sweep else word for word in words if word != "-m"]))
+
+
+@pytest.mark.slow
+def test_the_readmes_python_runs(placeholders):
+    done = subprocess.run([sys.executable, "-c", FROM_PYTHON], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1].split()[0]) > 0.5 and (placeholders / "curves.svg").is_file()
 
 
 def test_every_make_target_in_the_docs_exists():
