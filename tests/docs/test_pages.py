@@ -1,0 +1,46 @@
+"""What the pages tell people to type, name and run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxrl_runs import compose
+from mlxrl_runs.problems import walk
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAT = re.sub(r"```.*?```", "", (ROOT / "docs/flat_reward.md").read_text(), flags=re.DOTALL)
+PYTHON = (ROOT / "docs/python.md").read_text()
+METRICS = (ROOT / "docs/metrics.md").read_text()
+QUOTED = re.findall(r"`([^`\n]+)`", FLAT)
+OVERRIDES = [text for text in re.findall(r"`([^`]+)`", FLAT) if re.match(r"[a-z_.]+=", text)]
+
+
+def test_every_snippet_of_the_python_page_runs_one_after_the_other(tmp_path):
+    snippets = re.findall(r"^```python\n(.*?)^```", PYTHON, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 6
+    command = [sys.executable, "-c", "\n".join(snippets)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curves.svg").is_file()
+    assert len(list((tmp_path / "outputs").glob("2*/*"))) == 6  # five were trained, one evaluated
+
+
+@pytest.mark.parametrize("typed", OVERRIDES)
+def test_every_setting_the_flat_reward_page_names_is_one(typed):
+    words = typed.replace('"', "").split()
+    needed = ["reward=[environment,length]"] if "reward.length" in typed and "reward=[" not in typed else []
+    compose([*needed, *(word.split(",")[0] if word.startswith("seed=") else word for word in words)])
+
+
+def test_every_metric_and_key_the_flat_reward_page_names_exists():
+    config = compose(["reward=[environment,length]"]).plain()
+    keys = {key for key, _ in walk(config)} | set(config)
+    of_recurring = {"reward/room", "reward/exit", "reward/malformed"}
+    named = {text for text in QUOTED if re.fullmatch(r"[a-z_]+/[a-z_]+", text)}
+    assert len(named) > 12
+    assert [name for name in sorted(named - of_recurring) if f"| `{name}` |" not in METRICS] == []
+    dotted = {text for text in QUOTED if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)} - {"evaluation.json"}
+    assert len(dotted) > 12 and [key for key in sorted(dotted) if key not in keys] == []
