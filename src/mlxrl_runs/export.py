@@ -143,7 +143,9 @@ def _write(policy: "Policy", kind: str, weights: Path, folder: Path, dequantize:
     Raises: ExportDiffers.
     """
     from mlxrl_runs.policy import export as formats
+    from mlxrl_runs.policy.precision import is_quantised
 
+    requantised = kind == "fused" and not dequantize and is_quantised(policy.model)
     live = formats.answer(policy.model, policy.tokenizer)
     is_exact = kind != "fused" or formats.is_float32(policy)
     base = folder
@@ -155,11 +157,12 @@ def _write(policy: "Policy", kind: str, weights: Path, folder: Path, dequantize:
     else:
         formats.write_fused(policy, folder, dequantize=dequantize)
     again = formats.reopened(base, folder if kind == "adapter" else None)
-    _compare(live.difference(again), len(live.tokens), is_exact, kind)
+    _compare(live.difference(again), len(live.tokens), is_exact, kind, requantised)
 
 
-def _compare(difference: float, tokens: int, is_exact: bool, kind: str) -> None:
+def _compare(difference: float, tokens: int, is_exact: bool, kind: str, requantised: bool) -> None:
     bound = f"at most {TOLERANCE:g} is allowed" if is_exact else "rounding of the fused weights moves them"
+    bound += "; --dequantize avoids most of that" if requantised else ""
     print(f"largest difference of a logit from the live policy: {difference:.2g} over {tokens} tokens ({bound})")
     if not difference < float("inf") or (is_exact and difference > TOLERANCE):
         advice = "The base on disk is not what was trained on; try --fuse." if kind == "adapter" else "Nothing is kept."
