@@ -17,7 +17,7 @@ from mlxrl_runs.core.protocols import Environment, RewardFunction
 from mlxrl_runs.core.settings import Settings
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.user_code import PYTHON_OBJECT
-from mlxrl_runs.errors import Interrupted, MlxrlError
+from mlxrl_runs.errors import ConfigError, Interrupted, MlxrlError
 from mlxrl_runs.groups import conf_folder
 from mlxrl_runs.lifecycle import begin_folder, exit_code, one_line
 from mlxrl_runs.policy.source import locate
@@ -64,6 +64,7 @@ def train(
         callbacks: each is called with (step, metrics) after every step; one that returns True ends training there.
     Raises: ConfigError, TrainingError, EnvironmentFailure; KeyboardInterrupt once everything was saved.
     """
+    _require_callables(reward, env, callbacks)
     return _execute(_replaced(config, reward, env, Job.TRAIN), callbacks)
 
 
@@ -78,6 +79,7 @@ def evaluate(
 
     Args: checkpoint: a run's `adapters`, `model` or `checkpoints/step_...` folder; None keeps the config's own.
     """
+    _require_callables(reward, env)
     if checkpoint is not None:
         config = config.model_copy(update={"checkpoint": str(Path(checkpoint).expanduser().resolve())})
     return _execute(_replaced(config, reward, env, Job.EVALUATE), ())
@@ -130,6 +132,21 @@ class FinishedRun:
 
     def __repr__(self) -> str:
         return f"<run {self.config.run_name}: {self.summary.get('state')}, in {self.folder}>"
+
+
+def _require_callables(reward: Any, env: Any, callbacks: Any = ()) -> None:
+    """Raises: ConfigError for what cannot be called, before a folder is made and an evaluation waited for."""
+    if reward == {}:
+        raise ConfigError("reward: got {}; at least one function is needed. Give reward=None for the config's own.")
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks: got {callbacks!r}; allowed: a list of functions. Try callbacks=[...].")
+    rewards = reward if isinstance(reward, Mapping) else {} if reward is None else {"": reward}
+    given = {f"reward[{name!r}]" if name else "reward": function for name, function in rewards.items()}
+    given |= {f"callbacks[{number}]": callback for number, callback in enumerate(callbacks)}
+    given |= {} if env is None or isinstance(env, Settings) else {"env": env}
+    wrong = [f"{name}: got {part!r}; allowed: a function." for name, part in given.items() if not callable(part)]
+    if wrong:
+        raise ConfigError(wrong)
 
 
 def _replaced(config: RunConfig, reward: Any, env: Any, job: Job) -> RunConfig:

@@ -150,7 +150,9 @@ def _write(policy: "Policy", kind: str, weights: Path, folder: Path, dequantize:
     Raises: ExportDiffers.
     """
     from mlxrl_runs.policy import export as formats
+    from mlxrl_runs.policy.precision import is_quantised
 
+    requantised = kind == "fused" and not dequantize and is_quantised(policy.model)
     live = formats.answer(policy.model, policy.tokenizer)
     is_exact = kind != "fused" or formats.is_float32(policy)
     base = folder
@@ -162,11 +164,13 @@ def _write(policy: "Policy", kind: str, weights: Path, folder: Path, dequantize:
     else:
         formats.write_fused(policy, folder, dequantize=dequantize)
     again = formats.reopened(base, folder if kind == "adapter" else None)
-    _compare(live.difference(again), TOLERANCE * live.largest if is_exact else None, len(live.tokens), kind)
+    allowed = TOLERANCE * live.largest if is_exact else None
+    _compare(live.difference(again), allowed, len(live.tokens), kind, requantised)
 
 
-def _compare(difference: float, allowed: float | None, tokens: int, kind: str) -> None:
+def _compare(difference: float, allowed: float | None, tokens: int, kind: str, requantised: bool) -> None:
     bound = "rounding of the fused weights moves them" if allowed is None else f"at most {allowed:.2g} is allowed"
+    bound += "; --dequantize avoids most of that" if requantised else ""
     print(f"largest difference of a logit from the live policy: {difference:.2g} over {tokens} tokens ({bound})")
     if not difference < float("inf") or (allowed is not None and difference > allowed):
         advice = "The base on disk is not what was trained on; try --fuse." if kind == "adapter" else "Nothing is kept."

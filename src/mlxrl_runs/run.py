@@ -474,9 +474,9 @@ class Run:
         ]
 
     def _talk_commands(self, weights: str) -> Sequence[str]:
-        """None for an adapter on drawn weights, which mlx-lm can open only once it is fused."""
+        """None for an adapter on weights that lie in no folder as they are, which mlx-lm opens only once it is fused."""
         if self._is_whole:
             return talk_commands(weights, None, prompt_of(self.config))
-        if self.policy.origin.folder is None:
+        if self.policy.origin.folder is None or self.policy.is_recast:
             return ()
         return talk_commands(readable_path(str(self.policy.origin.folder)), weights, prompt_of(self.config))

@@ -53,3 +53,20 @@ def test_a_warm_start_without_examples_is_refused_before_an_evaluation_is_waited
         train(compose([*SHORT, "trainer.warm_start.steps=1", f"paths.output={tmp_path}"]), env=Mute)
     [folder] = tmp_path.glob("*/*_*")
     assert json.loads((folder / "evaluation.json").read_text())["before"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"callbacks": print}, "^callbacks: got .* a list of functions"),
+        ({"callbacks": [3]}, r"^callbacks\[0\]: got 3; allowed: a function"),
+        ({"reward": 3}, "^reward: got 3; allowed: a function"),
+        ({"reward": {}}, "^reward: got {}; at least one function"),
+        ({"reward": {"mine": None}}, r"^reward\['mine'\]: got None; allowed: a function"),
+        ({"env": "arithmetic"}, "^env: got 'arithmetic'; allowed: a function"),
+    ],
+)
+def test_what_cannot_be_called_leaves_no_folder(tmp_path, given, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        train(compose([*SHORT, f"paths.output={tmp_path}"]), **given)
+    assert not list(tmp_path.iterdir())

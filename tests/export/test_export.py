@@ -223,3 +223,14 @@ def test_a_damaged_config_is_told(run, tmp_path, capsys, damage):
     (copy / "config.yaml").write_bytes(damage)
     assert main([str(copy)]) == 2
     assert "config.yaml: is damaged" in capsys.readouterr().err
+
+
+def test_an_adapter_on_a_base_in_other_numbers_is_offered_fused_alone(tmp_path, capsys):
+    # on the float32 files under it the adapter would be another policy: a logit differed by 3
+    recast = train(tmp_path, "model.precision=4bit", "steps=1", "tasks_per_step=1")
+    offered = " ".join(json.loads((recast / "summary.json").read_text())["next"])
+    assert "mlx_lm" not in offered and "--fuse" in offered
+    assert main([str(recast), "--fuse"]) == 0
+    assert "--dequantize avoids most" in capsys.readouterr().out
+    assert main([str(recast), "--fuse", "--dequantize"]) == 0
+    assert "--dequantize avoids" not in capsys.readouterr().out
