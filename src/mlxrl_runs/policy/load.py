@@ -35,6 +35,7 @@ class Policy:
         adapter_config: mlx-lm's adapter config, or None when every weight is trained.
         reference_is: "start", the policy as it was at the last `fix_reference`; "base", the adapter switched off.
         keeps_reference: false under full training that compares with nothing, which saves a copy of the weights.
+        is_as_stored: the base has the very weights that `origin.folder` holds, no other precision.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Policy:
     adapter_config: dict[str, object] | None = None
     reference_is: str = "start"
     keeps_reference: bool = True
+    is_as_stored: bool = True
     _starting: dict[str, mx.array] | None = field(default=None, repr=False)  # None: the base is the reference
 
     def fix_reference(self) -> str:
@@ -170,7 +172,9 @@ def open_policy(
     """
     origin = locate(source, path, revision)
     policy = _random(shape or "", seed, origin) if source == "random" else _from_files(source, origin, precision)
+    stored = _kinds(policy.model)
     policy.model, policy.config = with_precision(policy.model, policy.config, precision)
+    policy.is_as_stored = _kinds(policy.model) == stored
     policy.reference_is, policy.keeps_reference = reference, keep_reference
     if adapter == "full":
         _unfreeze(policy.model)
@@ -186,6 +190,11 @@ def open_policy(
     mx.eval(policy.model.parameters())
     policy.fix_reference()
     return policy
+
+
+def _kinds(model: nn.Module) -> dict[str, mx.Dtype]:
+    """In what numbers each weight is kept."""
+    return {name: array.dtype for name, array in tree_flatten(model.parameters())}
 
 
 def _unfreeze(model: nn.Module) -> None:
