@@ -125,11 +125,12 @@ def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
 
 
 def prompt_of(config: RunConfig) -> str:
-    """Something to say to the trained policy: what it reads first in a held-out task, on one line."""
+    """Something to say to the trained policy: what it reads last before it answers a held-out task, on one line."""
     try:
         family = cast(EnvironmentFamily, config.env)
-        observation = family.make(family.held_out_tasks()[0], config.seed, 0).reset()
-        return " ".join(str(observation).split())[:PROMPT_LETTERS]
+        opening: Any = family.make(family.held_out_tasks()[0], config.seed, 0).reset()
+        said = opening if isinstance(opening, str) else opening[-1]["content"]  # the last message of a conversation
+        return " ".join(said.split())[:PROMPT_LETTERS]
     except Exception:  # an environment of a person's own may raise anything; a hint is no reason to fail
         return "Hello"
 
@@ -474,9 +475,9 @@ class Run:
         ]
 
     def _talk_commands(self, weights: str) -> Sequence[str]:
-        """None for an adapter on weights that lie in no folder as they are, which mlx-lm opens only once it is fused."""
+        """None for an adapter on weights that no folder holds as they are: mlx-lm opens it only once it is fused."""
         if self._is_whole:
             return talk_commands(weights, None, prompt_of(self.config))
-        if self.policy.origin.folder is None or self.policy.is_recast:
+        if self.policy.origin.folder is None or not self.policy.is_as_stored:
             return ()
         return talk_commands(readable_path(str(self.policy.origin.folder)), weights, prompt_of(self.config))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,7 @@ from mlx_lm.utils import quantize_model, save
 from mlxrl_runs import export as exporting
 from mlxrl_runs.export import main
 from mlxrl_runs.policy.load import TINY
-from mlxrl_runs.run import BACKEND, open_policy_of
+from mlxrl_runs.run import BACKEND, open_policy_of, prompt_of
 from mlxrl_runs.runs import find_weights
 from mlxrl_runs.tracking.drawing import readable_path
 
@@ -193,6 +194,35 @@ def test_an_adapter_on_drawn_weights_must_be_fused(run, tmp_path, capsys):
     assert "Try --fuse" in capsys.readouterr().err
     assert "mlx_lm" not in " ".join(json.loads((drawn / "summary.json").read_text())["next"])
     assert main([str(drawn), "--fuse"]) == 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "4bit"])
+def test_an_adapter_on_weights_in_another_precision_than_stored_must_be_fused(precision, tmp_path, capsys):
+    other = train(tmp_path, f"model.precision={precision}", "steps=1", "tasks_per_step=1")
+    assert main([str(other)]) == 2
+    assert "model.precision" in (said := capsys.readouterr().err) and said.endswith("Try --fuse.\n")
+    commands = json.loads((other / "summary.json").read_text())["next"]
+    assert "mlx_lm" not in " ".join(commands) and commands[0].endswith("--fuse")
+    assert main([str(other), "--fuse"]) == 0
+
+
+def test_a_precision_that_is_the_stored_one_changes_nothing(tmp_path):
+    same = train(tmp_path, "model.precision=float32", "steps=1", "tasks_per_step=1")
+    assert main([str(same)]) == 0
+    assert "mlx_lm chat" in json.loads((same / "summary.json").read_text())["next"][0]
+
+
+@pytest.mark.parametrize(
+    ("opening", "prompt"),
+    [
+        ("What is\n 2 + 2?", "What is 2 + 2?"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}], "2 + 2?"),
+        (None, "Hello"),  # whatever it is, a hint fails no run
+    ],
+)
+def test_the_suggested_prompt_is_what_the_policy_reads_last(opening, prompt):
+    family = SimpleNamespace(held_out_tasks=lambda: ["t"], make=lambda *_: SimpleNamespace(reset=lambda: opening))
+    assert prompt_of(SimpleNamespace(env=family, seed=0)) == prompt
 
 
 def test_a_config_that_no_longer_fits_is_named(run, tmp_path, capsys):

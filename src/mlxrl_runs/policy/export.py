@@ -105,11 +105,16 @@ def write_fused(policy: Policy, folder: Path, *, dequantize: bool) -> None:
 def base_folder(policy: Policy) -> Path:
     """Where mlx-lm finds the base of an adapter.
 
-    Raises: ConfigError for weights that were drawn, which lie in no folder.
+    Raises: ConfigError for weights that lie in no folder, or in another precision there.
     """
     if policy.origin.folder is None:
         raise ConfigError(
             "model=random: its weights lie in no folder, so mlx-lm cannot put an adapter on them. Try --fuse."
+        )
+    if not policy.is_as_stored:
+        raise ConfigError(
+            "model.precision: the adapter was trained on weights in another precision than those in "
+            f"{policy.origin.folder}, on which mlx-lm would put it. Try --fuse."
         )
     return policy.origin.folder
 

@@ -34,8 +34,8 @@ class Policy:
         origin: what was opened.
         adapter_config: mlx-lm's adapter config, or None when every weight is trained.
         reference_is: "start", the policy as it was at the last `fix_reference`; "base", the adapter switched off.
-        is_recast: its base is kept in other numbers than its files have: an adapter on those is another policy.
         keeps_reference: false under full training that compares with nothing, which saves a copy of the weights.
+        is_as_stored: the base has the numbers that its files have; an adapter on others is another policy.
     """
 
     model: nn.Module
@@ -46,7 +46,7 @@ class Policy:
     adapter_config: dict[str, object] | None = None
     reference_is: str = "start"
     keeps_reference: bool = True
-    is_recast: bool = False
+    is_as_stored: bool = True
     _starting: dict[str, mx.array] | None = field(default=None, repr=False)  # None: the base is the reference
 
     def fix_reference(self) -> str:
@@ -174,7 +174,7 @@ def open_policy(
     policy = _random(shape or "", seed, origin) if source == "random" else _from_files(source, origin, precision)
     stored = _number_formats(policy.model)
     policy.model, policy.config = with_precision(policy.model, policy.config, precision)
-    policy.is_recast = _number_formats(policy.model) != stored
+    policy.is_as_stored = _number_formats(policy.model) == stored
     policy.reference_is, policy.keeps_reference = reference, keep_reference
     if adapter == "full":
         _unfreeze(policy.model)
@@ -193,6 +193,7 @@ def open_policy(
 
 
 def _number_formats(model: nn.Module) -> dict[str, mx.Dtype]:
+    """In what numbers each weight is kept."""
     return {name: array.dtype for name, array in tree_flatten(model.parameters())}
 
 
