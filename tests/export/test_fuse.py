@@ -7,11 +7,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from transformers import AutoTokenizer
 
+from families import FAMILIES, small_model
 from mlxrl_runs.policy.adapters import add_adapter
 from mlxrl_runs.policy.export import write_fused
 from mlxrl_runs.policy.load import TINY, Policy
 from mlxrl_runs.policy.source import Located
-from policy.families import FAMILIES, small_model
 
 TOKENS = mx.array([[4, 20, 33, 57, 101, 7]])
 
