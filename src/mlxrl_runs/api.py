@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrl_runs import backend
-from mlxrl_runs.config import RunConfig, compose_config, require_agreement, validate
+from mlxrl_runs.agreement import require_agreement
+from mlxrl_runs.config import RunConfig, compose_config, validate
 from mlxrl_runs.core.protocols import Environment, RewardFunction
 from mlxrl_runs.core.settings import Settings
 from mlxrl_runs.core.stop import StopRequest

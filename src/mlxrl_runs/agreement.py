@@ -1,0 +1,200 @@
+"""What must agree between the keys of a config, each of them valid by itself. Imports no MLX."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxrl_runs import problems as wording
+from mlxrl_runs.core.reward_part import WHOLE
+from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.policy.shapes import SHAPES
+from mlxrl_runs.schema import (
+    Job,
+    MemorySettings,
+    ModelSettings,
+    ModelSource,
+    Precision,
+    RolloutSettings,
+    RunConfig,
+)
+
+ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
+LABEL = re.compile(r"[\w-]+")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def require_agreement(config: RunConfig) -> None:
+    """Check between the sections of a config that was changed after it was validated.
+
+    Raises: ConfigError listing every problem.
+    """
+    found = disagreements(dict(config))
+    if found:
+        raise ConfigError(found)
+
+
+def disagreements(parts: Mapping[str, Any]) -> list[str]:
+    """Each rule looks at parts that are valid by themselves; one that misses a part has nothing to say."""
+    found: list[str] = []
+    for needed, rule in _RULES:
+        if all(name in parts for name in needed):
+            found += rule(*(parts[name] for name in needed))
+    return found
+
+
+def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
+    minimum = getattr(algorithm, "minimum_group_size", 1)
+    if int(group_size) >= minimum:
+        return []
+    return [
+        f"group_size: got {group_size}; algorithm={algorithm.name} compares the episodes of a task with one another "
+        f"and needs at least {minimum}. Try group_size={max(minimum, 4)}."
+    ]
+
+
+def _reward_labels_are_free(reward: Mapping[str, Any]) -> list[str]:
+    """A part is logged as reward/<label>, and in evaluations beside the whole reward."""
+    taken = [*WHOLE, *(["reward"] if len(reward) > 1 else [])]
+    return [
+        f"reward.{label}: a part cannot be called {label!r}; allowed: letters, digits, _ and -, but not "
+        f"{', '.join(taken)}, which are numbers of the whole reward. Try reward.my_part."
+        for label in reward
+        if label in taken or not LABEL.fullmatch(label)
+    ]
+
+
+def _something_is_paid(job: Any, reward: Mapping[str, Any]) -> list[str]:
+    if job != Job.TRAIN or any(part.weight != 0 for part in reward.values()):
+        return []
+    label = next(iter(reward))
+    return [
+        f"reward.{label}.weight: got 0, and no other part of the reward has a weight, so nothing can be learned. "
+        f"Try reward.{label}.weight=1."
+    ]
+
+
+def _rewards_have_an_answer(reward: Mapping[str, Any], env: Any) -> list[str]:
+    needing = [label for label, part in reward.items() if part.needs_answer]
+    if not needing or getattr(env, "gives_answers", True):
+        return []
+    return [
+        f"reward.{needing[0]}: compares with a right answer, and env={env.name} has none. "
+        "Try env=arithmetic, or reward=environment."
+    ]
+
+
+def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]:
+    if checkpoint is None:
+        return []
+    if job != Job.EVALUATE:
+        return [f"checkpoint: got {checkpoint!r}; only job=evaluate reads it. Try job=evaluate, or checkpoint=null."]
+    if not Path(checkpoint).expanduser().is_dir():
+        return [
+            f"checkpoint: {checkpoint} is no folder; allowed: a run's checkpoints/step_... or adapters folder. "
+            "Try checkpoint=outputs/latest/adapters."
+        ]
+    return []
+
+
+def _model_source(model: ModelSettings) -> list[str]:
+    found = []
+    if model.source == ModelSource.LOCAL:
+        found += _model_folder(model.path)
+    elif model.source == ModelSource.HUB:
+        found += _hub_name(model.path)
+    elif model.path is not None:
+        found.append(f"model.path: got {model.path!r}; model={model.name} has no path. Try model=local or model=hub.")
+    if model.revision is not None and model.source != ModelSource.HUB:
+        found.append(f"model.revision: got {model.revision!r}; only models of the hub have one. Try model=hub.")
+    if model.source == ModelSource.RANDOM and model.shape not in SHAPES:
+        line = (
+            f"model.shape: got {wording.shown(model.shape)}; allowed: one of {', '.join(SHAPES)}. Try model.shape=11m."
+        )
+        found.append(line)
+    if model.source != ModelSource.RANDOM and model.shape is not None:
+        found.append(f"model.shape: got {model.shape!r}; only model=random has a shape. Try model=random.")
+    return found
+
+
+def _hub_name(path: str | None) -> list[str]:
+    if path is not None and HUB_NAME.fullmatch(path):
+        return []
+    example = "Try model.path=mlx-community/Qwen3-0.6B-4bit, or model=local for a folder."
+    name, _, revision = (path or "").partition("@")
+    if HUB_NAME.fullmatch(name):
+        example = f"Try model.path={name} model.revision={revision or 'COMMIT'}."
+    return [f"model.path: got {wording.shown(path)}; model=hub needs a name on the Hugging Face hub. {example}"]
+
+
+def _quantised_weights_are_not_trained(model: ModelSettings, adapter: Any) -> list[str]:
+    quantised = model.precision == Precision.FOUR_BIT or (
+        model.source == ModelSource.SMOLLM2 and model.precision == Precision.STORED
+    )
+    if adapter.name != "full" or not quantised:
+        return []
+    return [
+        f"adapter: got full, which cannot train the quantised weights of model.precision={model.precision}. "
+        "Try adapter=lora, or model.precision=bfloat16."
+    ]
+
+
+def _model_folder(path: str | None) -> list[str]:
+    if path is None:
+        return ["model.path: got null; model=local needs a model folder. Try model.path=DIR, or model=tiny."]
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return [f"model.path: {path} is no folder; allowed: one in mlx-lm's format. Try model.path=DIR, or model=tiny."]
+    missing = [name for name in ("config.json", "model*.safetensors") if not any(folder.glob(name))]
+    if not missing:
+        return []
+    return [
+        f"model.path: {path} has no {' and no '.join(missing)}; allowed: a folder in mlx-lm's format. "
+        f"Try: python -m mlx_lm convert --hf-path MODEL --mlx-path DIR, then model.path=DIR."
+    ]
+
+
+def _initial_adapter_is_there(adapter: Any) -> list[str]:
+    if adapter.name == "full" or adapter.init is None:
+        return []
+    missing = [name for name in ADAPTER_FILES if not (Path(adapter.init).expanduser() / name).is_file()]
+    if not missing:
+        return []
+    return [
+        f"adapter.init: {adapter.init} has no {' and no '.join(missing)}; allowed: the folder of a saved adapter. "
+        "Try adapter.init=outputs/latest/adapters, or adapter.init=null."
+    ]
+
+
+def _episode_holds_a_turn(rollout: RolloutSettings) -> list[str]:
+    if rollout.max_completion_tokens < rollout.max_episode_tokens:
+        return []
+    return [
+        f"rollout.max_episode_tokens: got {rollout.max_episode_tokens}; must be greater than "
+        f"rollout.max_completion_tokens={rollout.max_completion_tokens}, or no answer fits. "
+        f"Try rollout.max_episode_tokens={rollout.max_completion_tokens + rollout.max_prompt_tokens}."
+    ]
+
+
+def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
+    if memory.wired_limit_gib is None or sys.platform == "darwin":
+        return []
+    return [
+        f"memory.wired_limit_gib: got {memory.wired_limit_gib:g}; only a Mac's Metal has this limit. "
+        "Try memory.wired_limit_gib=null."
+    ]
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
+    (("algorithm", "group_size"), _group_has_a_baseline),
+    (("reward",), _reward_labels_are_free),
+    (("job", "reward"), _something_is_paid),
+    (("reward", "env"), _rewards_have_an_answer),
+    (("job", "checkpoint"), _checkpoint_is_for_evaluation),
+    (("model",), _model_source),
+    (("model", "adapter"), _quantised_weights_are_not_trained),
+    (("adapter",), _initial_adapter_is_there),
+    (("rollout",), _episode_holds_a_turn),
+    (("memory",), _wired_memory_is_metals),
+)
