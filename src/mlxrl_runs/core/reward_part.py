@@ -40,3 +40,15 @@ class RewardPart(Settings):
     def value(self, completion: "Completion", is_right: bool) -> float:
         """Args: is_right: what the judging parts found, for those that depend on it."""
         raise NotImplementedError
+
+
+class ComparingPart(RewardPart):
+    """A part whose value is 1 where the answer is the right one."""
+
+    @property
+    def judges(self) -> bool:
+        return True
+
+    @property
+    def needs_answer(self) -> bool:
+        return True

@@ -3,26 +3,18 @@
 from typing import TYPE_CHECKING, Literal
 
 from mlxrl_runs.core import registry
-from mlxrl_runs.core.reward_part import RewardPart
+from mlxrl_runs.core.reward_part import ComparingPart
 
 if TYPE_CHECKING:
     from mlxrl_runs.core.protocols import Completion
 
 
 @registry.reward("exact")
-class Exact(RewardPart):
+class Exact(ComparingPart):
     """1 when the text, without the space around it, is the answer, else 0."""
 
     name: Literal["exact"]
     ignore_case: bool
-
-    @property
-    def judges(self) -> bool:
-        return True
-
-    @property
-    def needs_answer(self) -> bool:
-        return True
 
     def value(self, completion: "Completion", is_right: bool) -> float:
         given, right = completion.text.strip(), (completion.answer or "").strip()

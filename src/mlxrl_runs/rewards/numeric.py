@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from mlxrl_runs.core import registry
-from mlxrl_runs.core.reward_part import RewardPart
+from mlxrl_runs.core.reward_part import ComparingPart
 from mlxrl_runs.core.settings import NonNegative
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Which(StrEnum):
 
 
 @registry.reward("numeric")
-class Numeric(RewardPart):
+class Numeric(ComparingPart):
     """1 when the first or last number of the text equals the answer, else 0.
 
     Attributes: tolerance: how far apart they may be.
@@ -30,14 +30,6 @@ class Numeric(RewardPart):
     name: Literal["numeric"]
     which: Which
     tolerance: NonNegative
-
-    @property
-    def judges(self) -> bool:
-        return True
-
-    @property
-    def needs_answer(self) -> bool:
-        return True
 
     def value(self, completion: "Completion", is_right: bool) -> float:
         found, right = numbers_in(completion.text), numbers_in(completion.answer or "")
