@@ -56,7 +56,8 @@ def test_a_policy_that_never_succeeds_is_told_before_it_starts():
 
 
 def test_rewards_that_tell_failures_apart_are_a_signal():
-    assert lack_of_signal(sampled(0.002, 0.3), 8) is None
+    assert lack_of_signal(sampled(0.002, 0.27), 8) is None  # the shipped model in the doors world, a reward a room
+    assert lack_of_signal(sampled(0.0, 0.05), 8) is not None  # three operands: only being cut off costs something
     assert lack_of_signal(sampled(0.2, 0.4), 8) is None
 
 
