@@ -73,3 +73,19 @@ def test_a_world_that_cannot_be_won_is_refused():
         doors(max_turns=3)
     with pytest.raises(ValidationError, match="evaluate on"):
         doors(rooms=1, colours=2)
+
+
+def test_the_rules_can_say_which_verb_opens_which_colour_and_only_there():
+    told = (
+        settings("env", "recurring", explain=True, show_verbs=True, colours=3, verbs=2).make("red-blue", 0, 0).reset()
+    )
+    assert "alone: red push, blue pull, green push. Answer" in told
+    assert "red push" not in settings("env", "recurring", explain=True).make("red-blue-red-red", 0, 0).reset()
+    with pytest.raises(ValueError, match="show_verbs=true adds to what explain=true says"):
+        settings("env", "recurring", show_verbs=True)
+
+
+def test_an_answer_goes_on_behind_its_prefix():
+    world = settings("env", "recurring", answer_prefix="<action>").make("red-blue-red-red", 0, 0)
+    assert world.oracle_action() == "push</action>" and world.step("push</action>").reward == 0.25
+    assert world.step("<action>pull</action>").reward == -0.1  # the prefix is there already

@@ -41,6 +41,7 @@ class Recurring(Settings):
         malformed_penalty: taken off for an action that is no `<action>verb</action>`, under either reward.
         held_out_fraction: share of all tasks that is never trained on.
         explain: put the rules before the first observation; for models that do not know the format yet.
+        show_verbs: with explain, also say which verb opens which colour: a task of reading, not of finding out.
         answer_prefix: what every answer begins with ("<action>"); the model goes on from there. Empty: nothing.
     """
 
@@ -57,6 +58,7 @@ class Recurring(Settings):
     malformed_penalty: NonNegative
     held_out_fraction: UnitInterval
     explain: bool
+    show_verbs: bool
     answer_prefix: str
     recommended: Recommended
 
@@ -64,6 +66,8 @@ class Recurring(Settings):
     def _winnable(self) -> "Recurring":
         if self.max_turns < self.rooms:
             raise ValueError(f"max_turns={self.max_turns} cannot open rooms={self.rooms} doors; raise it to >= rooms")
+        if self.show_verbs and not self.explain:
+            raise ValueError("show_verbs=true adds to what explain=true says; give both")
         self._space.check()
         return self
 
@@ -146,7 +150,9 @@ class Doors:
 
     def _rules(self) -> str:
         verbs = ", ".join(VERBS[: self._world.verbs])
+        known = ", ".join(f"{colour} {self._world.verb_of(colour)}" for colour in COLOURS[: self._world.colours])
         return (
-            f"You walk through {len(self._doors)} rooms. Each door opens with one verb, given by its colour alone. "
+            f"You walk through {len(self._doors)} rooms. Each door opens with one verb, given by its colour alone"
+            f"{': ' + known if self._world.show_verbs else ''}. "
             f"Answer with <action>VERB</action>, VERB one of: {verbs}."
         )
