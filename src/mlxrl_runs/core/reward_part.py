@@ -1,5 +1,6 @@
 """Base of the parts a reward is made of: what each yaml in conf/reward describes. Imports no MLX."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from mlxrl_runs.core.settings import Float, Settings
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 WHOLE = ("mean", "std", "success")  # reward/<name> of the whole reward, which no part may be called
 
 
-class RewardPart(Settings):
+class RewardPart(Settings, ABC):
     """One named summand of the reward: weight x value(completion).
 
     Attributes: weight: 0 measures the part without paying for it.
@@ -37,9 +38,9 @@ class RewardPart(Settings):
         """What a judging part says about an answer it gave `value` for."""
         return value >= 1
 
+    @abstractmethod
     def value(self, completion: "Completion", is_right: bool) -> float:
         """Args: is_right: what the judging parts found, for those that depend on it."""
-        raise NotImplementedError
 
 
 class ComparingPart(RewardPart):
