@@ -6,26 +6,14 @@ python scripts/bench_blas.py [--size 1024]
 import argparse
 import subprocess
 import sys
-import time
+
+from mlxrl_runs import backend
 
 
 def rate(size: int, with_blas: bool) -> float:
     """GFLOP/s of one product, best of ten."""
-    found = "MLX's own"
-    if with_blas:
-        from mlxrl_runs import backend
-
-        found = backend.prepare().blas or "none found"
-    import mlx.core as mx
-
-    left, right = mx.random.normal((size, size)), mx.random.normal((size, size))
-    mx.eval(left @ right)
-    seconds = []
-    for _ in range(10):
-        started = time.perf_counter()
-        mx.eval(left @ right)
-        seconds.append(time.perf_counter() - started)
-    gigaflops = 2 * size**3 / min(seconds) / 1e9
+    found = (backend.prepare().blas or "none found") if with_blas else "MLX's own"
+    gigaflops = backend.gigaflops(size, repeats=10)
     print(f"{gigaflops:8.1f} GFLOP/s  {found}")
     return gigaflops
 

@@ -62,14 +62,14 @@ def prepare() -> Backend:
     return Backend("cpu", blas=blas, warning=LATE_WARNING if late else None)
 
 
-def gigaflops(size: int) -> float:
-    """GFLOP/s of a product of two float32 matrices of `size` rows: the best of three, after one that warms up."""
+def gigaflops(size: int, repeats: int = 3) -> float:
+    """GFLOP/s of a product of two float32 matrices of `size` rows: the best of `repeats`, after one that warms up."""
     import mlx.core as mx
 
     left, right = mx.ones((size, size)), mx.ones((size, size))
     mx.eval(left @ right)
     seconds = []
-    for _ in range(3):
+    for _ in range(repeats):
         started = time.perf_counter()
         mx.eval(left @ right)
         seconds.append(time.perf_counter() - started)
