@@ -133,12 +133,38 @@ def is_fresh(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, every adapted layer is replaced by the frozen layer it wraps: the model is its base, bit for bit."""
+    with _replaced(model, {name: module.linear for name, module in _adapted(model)}):
+        yield
+
+
+@contextmanager
+def adapters_merged(model: nn.Module) -> Iterator[None]:
+    """Inside, every adapted layer is one plain layer whose weights are base + adapter, rounded to the base's format.
+
+    Needs a base of floats: quantised weights would have to be quantised anew.
+    """
+    with _replaced(model, {name: module.fuse() for name, module in _adapted(model)}):
+        yield
+
+
+@contextmanager
+def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     adapted = _adapted(model)
-    model.update_modules(tree_unflatten([(name, module.linear) for name, module in adapted]))
+    model.update_modules(tree_unflatten(list(modules.items())))
     try:
         yield
     finally:
         model.update_modules(tree_unflatten(adapted))
+
+
+def can_merge(model: nn.Module) -> bool:
+    """Whether base + adapter can be one weight without being quantised anew."""
+    return all(mx.issubdtype(module.linear.weight.dtype, mx.floating) for _, module in _adapted(model))
+
+
+def merged_bytes(model: nn.Module) -> int:
+    """What the weights of `adapters_merged` take beside those of the model; 0 without an adapter."""
+    return sum(module.linear.weight.nbytes for _, module in _adapted(model))
 
 
 @contextmanager
