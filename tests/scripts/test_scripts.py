@@ -19,11 +19,18 @@ def run(name, *arguments):
     return done.stdout
 
 
-def test_the_rollout_benchmark_compares_equal_tokens(tmp_path):
-    printed = run("bench_rollout.py", "--rows", "4", "--tokens", "6", "--json", str(tmp_path / "out.json"))
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["rows"] == result["equal_rows"] == 4
-    assert f"{result['speedup']:.1f} times" in printed
+def test_the_rollout_benchmark_measures_equal_work(tmp_path):
+    printed = run(
+        "bench_rollout.py", *("--rows", "4", "--tokens", "6", "--repeats", "1", "--json", str(tmp_path / "out.json"))
+    )
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    systems = {system["name"]: system for system in case["systems"]}
+    assert {system["tokens"] for system in systems.values()} == {4 * 6}  # EOS ends nothing, in no system
+    assert case["equal_rows"] == {"ours, one by one": "4 of 4"}
+    ours, generator = systems["ours"], systems["mlx-lm BatchGenerator"]
+    assert ours["to_batch_generator"] == ours["tokens_per_second"] / generator["tokens_per_second"]
+    assert 0 < ours["tokens_per_second"] < case["limit_tokens_per_second"]
+    assert f"| ours | {ours['tokens_per_second']:,.0f} |" in printed
 
 
 def test_the_equivalence_check_counts_what_it_compared(tmp_path):
@@ -49,4 +56,5 @@ def test_the_learning_benchmark_prints_a_row_a_run_and_the_page_is_written_from_
     startup = {"help_seconds": 0.1, "bad_key_seconds": 0.5, "first_step_seconds": 4.0}
     (tmp_path / "startup.json").write_text(json.dumps(startup))
     run("write_benchmarks.py", "--folder", str(tmp_path), "--out", str(tmp_path / "page.md"))
-    assert "| gigpo | 0 |" in (tmp_path / "page.md").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "| gigpo | 0 |" in page and "### fixed: rows 4" in page
