@@ -84,8 +84,10 @@ class System:
         """Do it, or keep in `error` what went wrong, so that the other systems are still measured."""
         try:
             action()
+        except ModuleNotFoundError as error:
+            self.error = f"not installed: {error.name}"
         except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def result(self) -> dict[str, Any]:
         if self.error is not None:
@@ -95,6 +97,7 @@ class System:
             "tokens": self.done.tokens,
             "seconds": statistics.median(self.seconds),
             "tokens_per_second": statistics.median(self.rates),
+            "milliseconds_per_token": 1000 / statistics.median(self.rates),
             "spread": (max(self.rates) - min(self.rates)) / statistics.median(self.rates),
             "host_share": sum(self.host_seconds) / sum(self.seconds),
             "peak_bytes": max(self.peak_bytes),
@@ -123,15 +126,18 @@ def take_turns(systems: Sequence[System], repeats: int, patience_seconds: float)
                 system.attempt(lambda system=system: system.turn(base))
 
 
-def with_ratios(results: Sequence[dict[str, Any]], to: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Each result with how many times as fast it is as the systems named in `to` (column -> system's name)."""
-    rates = {result["name"]: result.get("tokens_per_second") for result in results}
-    found = []
-    for result in results:
-        own = result.get("tokens_per_second")
-        ratios = {column: own / rates[name] for column, name in to.items() if own and rates.get(name)}
-        found.append(result | ratios)
-    return found
+def with_ratios(results: Sequence[dict[str, Any]], to: Mapping[str, str], ours: str) -> list[dict[str, Any]]:
+    """Each result with how many times as fast it is as others, and how many times as fast ours is.
+
+    Args: to: column -> name of the system compared with. ours: name of our system.
+    """
+    rates = {result["name"]: result["tokens_per_second"] for result in results if "error" not in result}
+
+    def ratios(own: float) -> dict[str, float]:
+        found = {column: own / rates[name] for column, name in to.items() if name in rates}
+        return found | ({"ours_to_it": rates[ours] / own} if ours in rates else {})
+
+    return [result | (ratios(rates[result["name"]]) if result["name"] in rates else {}) for result in results]
 
 
 # ---- the machine's own limit
@@ -269,6 +275,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "seconds": ("seconds", lambda value: f"{value:.3g}"),
     "to_batch_generator": ("x BatchGenerator", lambda value: f"{value:.2f}"),
     "to_one_by_one": ("x one by one", lambda value: f"{value:.2f}"),
+    "ours_to_it": ("ours is x", lambda value: f"{value:.2f}"),
     "peak_bytes": ("peak", readable_bytes),
     "host_share": ("host", lambda value: f"{value:.0%}"),
     "spread": ("spread", lambda value: f"{value:.0%}"),

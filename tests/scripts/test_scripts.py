@@ -8,6 +8,8 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
+from mlxrl_runs.rollout.engine import EpisodeRequest
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -19,18 +21,58 @@ def run(name, *arguments):
     return done.stdout
 
 
+TINY_BENCH = ("--rows", "4", "--tokens", "6", "--requests", "12", "--slots", "4", "--episodes", "8", "--repeats", "1")
+
+
+def rollout_cases(folder, *arguments):
+    """What was printed, and each case's systems by name. Packages that are not installed are left out."""
+    printed = run("bench_rollout.py", *TINY_BENCH, *arguments, "--json", str(folder / "out.json"))
+    cases = json.loads((folder / "out.json").read_text())["cases"]
+    systems = {
+        case["case"]: {
+            system["name"]: system
+            for system in case["systems"]
+            if not system.get("error", "").startswith("not installed: ml")
+        }
+        for case in cases
+    }
+    return printed, cases, systems
+
+
 def test_the_rollout_benchmark_measures_equal_work(tmp_path):
-    printed = run(
-        "bench_rollout.py", *("--rows", "4", "--tokens", "6", "--repeats", "1", "--json", str(tmp_path / "out.json"))
-    )
-    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
-    systems = {system["name"]: system for system in case["systems"]}
-    assert {system["tokens"] for system in systems.values()} == {4 * 6}  # EOS ends nothing, in no system
-    assert case["equal_rows"] == {"ours, one by one": "4 of 4"}
-    ours, generator = systems["ours"], systems["mlx-lm BatchGenerator"]
+    printed, (fixed, played), systems = rollout_cases(tmp_path, "--cases", "fixed,multi_turn")
+    assert {system["tokens"] for system in systems["fixed"].values()} == {4 * 6}  # EOS ends nothing, in no system
+    assert fixed["equal_rows"] == played["equal_rows"] == {"ours, one by one": "4 of 4"}
+    ours, generator = systems["fixed"]["ours"], systems["fixed"]["mlx-lm BatchGenerator"]
     assert ours["to_batch_generator"] == ours["tokens_per_second"] / generator["tokens_per_second"]
-    assert 0 < ours["tokens_per_second"] < case["limit_tokens_per_second"]
+    assert 0 < ours["tokens_per_second"] < fixed["limit_tokens_per_second"]
     assert f"| ours | {ours['tokens_per_second']:,.0f} |" in printed
+
+
+NEW_ENGINE = pytest.mark.skipif(
+    "max_completion_tokens" not in EpisodeRequest.__dataclass_fields__, reason="requests have no length of their own"
+)
+
+
+@NEW_ENGINE
+def test_rows_of_many_lengths_and_slow_worlds_are_measured_on_equal_work(tmp_path):
+    _, (geometric, slow), systems = rollout_cases(tmp_path, "--cases", "geometric,slow_env")
+    alone = {name: system["tokens"] for name, system in systems["geometric"].items()}
+    assert alone["ours"] == alone["ours, fixed waves"] == alone["mlx-lm BatchGenerator"]
+    assert alone["ours, one by one"] == alone["mlx-lm stream_generate"] < alone["ours"] < 12 * 6
+    assert geometric["equal_rows"] == {"ours, fixed waves": "12 of 12", "ours, one by one": "4 of 4"}
+    assert slow["equal_rows"] == {"ours, slow env": "8 of 8"}
+    assert systems["slow_env"]["ours, slow env"]["seconds"] > 0.02
+
+
+def test_the_step_benchmark_gives_time_for_each_token(tmp_path):
+    given = ("--tasks", "2", "--group-size", "2", "--tokens", "6", "--steps", "1", "--repeats", "1")
+    printed = run("bench_step.py", *given, "--json", str(tmp_path / "out.json"))
+    ours, *others = json.loads((tmp_path / "out.json").read_text())["systems"]
+    assert 4 <= ours["tokens"] <= 2 * 2 * 6 and ours["ours_to_it"] == 1
+    assert ours["milliseconds_per_token"] == pytest.approx(1000 * ours["seconds"] / ours["tokens"])
+    assert all("tokens" in other or other["error"].startswith("not installed: ml") for other in others)
+    assert f"| ours | {ours['milliseconds_per_token']:.3f} |" in printed
 
 
 def test_the_equivalence_check_counts_what_it_compared(tmp_path):
