@@ -24,6 +24,7 @@ from mlxrl_runs.tracking.drawing import readable_bytes
 
 ADAPTER_SIZE = 0.02  # of the numbers in an adapter, so that it changes what the model says
 PACKAGES = ("mlx", "mlx-lm", "inductive-mlxrl", "mlx-lm-lora")
+TURN_SECONDS = 0.3  # a turn of a fast system is several rounds of its work
 READ_AT_LEAST = 64 << 20  # bytes of one timed reading: long enough to be told from the start of an evaluation
 
 
@@ -52,7 +53,8 @@ class System:
     prepare: Callable[[], Callable[[], Done]]
     seconds: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    host_seconds: list[float] = field(default_factory=list)
+    host_shares: list[float] = field(default_factory=list)
+    spent_seconds: float = 0.0
     peak_bytes: list[int] = field(default_factory=list)
     done: Done = Done(0)
     error: str | None = None
@@ -67,17 +69,20 @@ class System:
         self._kept_bytes = _settled_bytes() - before
 
     def turn(self, base_bytes: int) -> None:
-        """Do the work once more, timed. `base_bytes` were in use before any system was prepared."""
+        """Do the work for TURN_SECONDS, or once. `base_bytes` were in use before any system was prepared."""
         assert self._play is not None
         others = _settled_bytes() - base_bytes - self._kept_bytes
         mx.reset_peak_memory()
+        times, tokens, seconds = 0, 0, 0.0
         host, started = time.thread_time(), time.perf_counter()
-        self.done = self._play()
-        mx.synchronize()
-        seconds = time.perf_counter() - started
-        self.host_seconds.append(time.thread_time() - host)
-        self.seconds.append(seconds)
-        self.rates.append(self.done.tokens / seconds)
+        while seconds < TURN_SECONDS:
+            self.done = self._play()
+            mx.synchronize()
+            times, tokens, seconds = times + 1, tokens + self.done.tokens, time.perf_counter() - started
+        self.host_shares.append((time.thread_time() - host) / seconds)
+        self.seconds.append(seconds / times)
+        self.rates.append(tokens / seconds)
+        self.spent_seconds += seconds
         self.peak_bytes.append(mx.get_peak_memory() - others)
 
     def attempt(self, action: Callable[[], None]) -> None:
@@ -99,7 +104,7 @@ class System:
             "tokens_per_second": statistics.median(self.rates),
             "milliseconds_per_token": 1000 / statistics.median(self.rates),
             "spread": (max(self.rates) - min(self.rates)) / statistics.median(self.rates),
-            "host_share": sum(self.host_seconds) / sum(self.seconds),
+            "host_share": statistics.median(self.host_shares),
             "peak_bytes": max(self.peak_bytes),
             "repeats": len(self.rates),
             "note": self.done.note,
@@ -122,7 +127,7 @@ def take_turns(systems: Sequence[System], repeats: int, patience_seconds: float)
         system.attempt(system.start)
     for _ in range(repeats):
         for system in systems:
-            if system.error is None and sum(system.seconds) <= patience_seconds:
+            if system.error is None and system.spent_seconds <= patience_seconds:
                 system.attempt(lambda system=system: system.turn(base))
 
 

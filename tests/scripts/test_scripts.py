@@ -1,6 +1,7 @@
 """The scripts run and write what they say; what they measure is for people to read."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_the_step_benchmark_gives_time_for_each_token(tmp_path):
     printed = run("bench_step.py", *given, "--json", str(tmp_path / "out.json"))
     ours, *others = json.loads((tmp_path / "out.json").read_text())["systems"]
     assert 4 <= ours["tokens"] <= 2 * 2 * 6 and ours["ours_to_it"] == 1
-    assert ours["milliseconds_per_token"] == pytest.approx(1000 * ours["seconds"] / ours["tokens"])
+    # a row has 1-6 tokens and there are 4 of them in each step, whose time is `seconds`
+    assert ours["seconds"] * 1000 / 24 <= ours["milliseconds_per_token"] <= ours["seconds"] * 1000 / 4
     assert all("tokens" in other or other["error"].startswith("not installed: ml") for other in others)
     assert f"| ours | {ours['milliseconds_per_token']:.3f} |" in printed
 
@@ -79,6 +81,23 @@ def test_the_equivalence_check_counts_what_it_compared(tmp_path):
     run("check_equivalence.py", "--tokens", "300", "--json", str(tmp_path / "out.json"))
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["tokens"] >= 300 and result["errors"] == 0
+
+
+def test_the_page_of_upstream_defects_names_each_reproduction_and_no_other(tmp_path):
+    run(
+        "upstream.py",
+        "--only",
+        "eos_argument_only_adds",
+        "masked_decode_attention",
+        "--json",
+        str(tmp_path / "out.json"),
+    )
+    found = {entry["name"]: entry["state"] for entry in json.loads((tmp_path / "out.json").read_text())["defects"]}
+    assert found["eos_argument_only_adds"] in ("still there", "gone") and len(found) == 2
+    source = (SCRIPTS / "upstream.py").read_text()
+    reproductions = set(re.findall(r"^    Defect\((\w+)", source, re.MULTILINE))
+    page = set(re.findall(r"\*\*(\w+)\*\*", (SCRIPTS.parent / "docs/upstream.md").read_text()))
+    assert reproductions == page
 
 
 @pytest.mark.slow
