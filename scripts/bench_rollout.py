@@ -37,7 +37,18 @@ from mlxrl_runs import backend
 
 BACKEND = backend.prepare()
 
-from benching import Done, Limit, System, measured_limit, opened, surroundings, table, take_turns, with_ratios
+from benching import (
+    Done,
+    Limit,
+    System,
+    engine_of,
+    measured_limit,
+    opened,
+    surroundings,
+    table,
+    take_turns,
+    with_ratios,
+)
 from mlxrl_runs.config import compose_config, validate
 from mlxrl_runs.core.protocols import Environment, StepResult
 from mlxrl_runs.core.seeding import generator
@@ -147,8 +158,7 @@ class Ours:
     options: dict[str, Any]
 
     def engine(self, limits: Limits, **more: Any) -> RolloutEngine:
-        policy, options = self.policy, self.options | more
-        return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, **options)
+        return engine_of(self.policy, limits, **(self.options | more))
 
 
 def requests_of(work: Work) -> list[EpisodeRequest]:

@@ -26,14 +26,14 @@ BACKEND = backend.prepare()
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import bench_rollout
-from benching import Done, System, opened, surroundings, table, take_turns, with_ratios
+from benching import Done, System, engine_of, opened, surroundings, table, take_turns, with_ratios
 from mlxrl_runs.config import RunConfig, compose_config, validate
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import EpisodeRequest, Limits
 from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
@@ -127,8 +127,7 @@ class OurTrainer:
     def __init__(self, work: Work, config: RunConfig, options: dict[str, Any]):
         self._work, self._config, self._policy = work, config, work.open()
         limits = Limits(work.tokens, ignore_eos=not work.ends)
-        chat = ChatFormat(self._policy.tokenizer)
-        self._engine = RolloutEngine(self._policy.model, chat, self._policy.eos_ids, limits, **options)
+        self._engine = engine_of(self._policy, limits, **options)
         optimizer = config.optimizer
         self._updater = Updater(
             self._policy, make_optimizer(optimizer.name, betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0),

@@ -19,7 +19,9 @@ from mlx.utils import tree_flatten
 
 from mlxrl_runs import backend
 from mlxrl_runs.core.seeding import derive_seed
+from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
+from mlxrl_runs.rollout.engine import Limits, RolloutEngine
 from mlxrl_runs.tracking.drawing import readable_bytes
 
 ADAPTER_SIZE = 0.02  # of the numbers in an adapter, so that it changes what the model says
@@ -251,6 +253,11 @@ def opened(source: str, shape: str, precision: str, adapter: str) -> Policy:
             policy.model.load_weights([(name, noise)], strict=False)
     mx.eval(policy.model.parameters())
     return policy
+
+
+def engine_of(policy: Policy, limits: Limits, **options: Any) -> RolloutEngine:
+    """Our engine. Args: options: those of its keywords that are not to have its own defaults."""
+    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, **options)
 
 
 # ---- what comes out
