@@ -206,7 +206,7 @@ def credited_batch(policy: Policy, model: str, rows: int, tokens: int) -> tuple[
 def updater_of(policy: Policy, optimizer: optim.Optimizer, rows: int, learning_rate: float) -> Updater:
     return Updater(
         policy, optimizer, LearningRate(learning_rate, "constant", 0, 10, 0.1), temperature=1.0, rows=rows,
-        max_grad_norm=None, max_nonfinite=0, seed=0, stop=StopRequest(),
+        checkpoint_every=0, max_grad_norm=None, max_nonfinite=0, seed=0, stop=StopRequest(),
     )  # fmt: skip
 
 

@@ -68,7 +68,8 @@ def some_requests(
 
 def updater_of(policy: Policy, learning_rate: float = 1e-3, **changes: Any) -> Updater:
     options: dict[str, Any] = {
-        "temperature": 1.0, "rows": 0, "max_grad_norm": 1.0, "max_nonfinite": 0, "seed": 0, "stop": StopRequest(),
+        "temperature": 1.0, "rows": 0, "checkpoint_every": 0, "max_grad_norm": 1.0, "max_nonfinite": 0, "seed": 0,
+        "stop": StopRequest(),
     }  # fmt: skip
     optimizer = make_optimizer("adam", betas=(0.9, 0.95), eps=1e-8)
     return Updater(policy, optimizer, LearningRate(learning_rate, "constant", 0, 10, 0.1), **(options | changes))

@@ -10,6 +10,7 @@ from mlxrl_runs import problems as wording
 from mlxrl_runs.core.reward_part import WHOLE
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.shapes import SHAPES
+from mlxrl_runs.policy.source import TINY, layer_count
 from mlxrl_runs.schema import (
     Job,
     MemorySettings,
@@ -186,6 +187,20 @@ def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
     ]
 
 
+def _checkpointing_suits_the_depth(memory: MemorySettings, model: ModelSettings) -> list[str]:
+    layers = _layers(model)
+    return [] if layers is None else wording.too_coarse(memory.checkpoint, memory.checkpoint_every, layers)
+
+
+def _layers(model: ModelSettings) -> int | None:
+    """None where that is known only once the model's files are here; the run asks again."""
+    if model.source == ModelSource.RANDOM:
+        return SHAPES[model.shape]["num_hidden_layers"] if model.shape in SHAPES else None
+    if model.source == ModelSource.LOCAL and model.path is not None:
+        return layer_count(Path(model.path).expanduser())
+    return layer_count(TINY) if model.source == ModelSource.TINY else None
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
     (("reward",), _reward_labels_are_free),
@@ -197,4 +212,5 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("adapter",), _initial_adapter_is_there),
     (("rollout",), _episode_holds_a_turn),
     (("memory",), _wired_memory_is_metals),
+    (("memory", "model"), _checkpointing_suits_the_depth),
 )

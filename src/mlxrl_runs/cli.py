@@ -46,6 +46,7 @@ keys used most
   rollout.max_completion_tokens    longest answer, per turn
   rollout.temperature              of sampling
   memory.micro_batch_size          rows of one pass; smaller takes less memory and gives the same gradient
+  memory.checkpoint                layer, every_2 ...: layers computed twice; less memory, the same gradient
   paths.output                     where runs are written
 every key with its value: python -m mlxrl_runs --cfg job
 

@@ -57,6 +57,17 @@ def unknown_choice(group: str, given: Any, choices: Iterable[str]) -> str:
     return f"{group}: got {shown(given)}; choices: {', '.join(names)}. {advice}".rstrip()
 
 
+def too_coarse(checkpoint: str, every: int, layers: int) -> list[str]:
+    """The first of every k layers is a pattern only where there are more than k."""
+    if every <= 1 or every < layers:
+        return []
+    pattern = f", or every_k with k from 2 to {layers - 1}" if layers > 2 else ""
+    return [
+        f"memory.checkpoint: got {checkpoint}, but this model has {layers} layers; allowed: none, layer{pattern}. "
+        f"Try memory.checkpoint={'every_2' if layers > 2 else 'layer'}."
+    ]
+
+
 def looks_secret(key: str, value: Any) -> bool:
     """Whether an unknown key seems to carry a password of some service."""
     is_token = "token" in key.lower() and isinstance(value, str) and not value.replace(".", "").isdigit()

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlxrl_runs import backend as backends
+from mlxrl_runs import problems as wording
 from mlxrl_runs.config import RunConfig
 from mlxrl_runs.core.files import written_aside
 from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord, StepResult
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.stop import StopRequest
-from mlxrl_runs.errors import MlxrlError
+from mlxrl_runs.errors import ConfigError, MlxrlError
 from mlxrl_runs.schema import AdamWSettings, FullAdapter, Job
 from mlxrl_runs.training.run_folder import RunFolder
 
@@ -164,6 +165,7 @@ class Run:
         )
         rollout = self.config.rollout
         self.policy = open_policy_of(self.config, keep_reference=self._compares)
+        self._require_layers_enough()
         small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
@@ -193,6 +195,12 @@ class Run:
             stop=self.stop,
         )
         self.tracker.start(self._record())
+
+    def _require_layers_enough(self) -> None:
+        """A model of the hub shows its depth only now."""
+        memory, layers = self.config.memory, len(self.policy.model.layers)
+        if problems := wording.too_coarse(memory.checkpoint, memory.checkpoint_every, layers):
+            raise ConfigError(problems)
 
     def _scorer(self) -> WeightedReward | None:
         """None where the environment's own reward is all there is: nothing has to be worked out then."""
@@ -316,6 +324,7 @@ class Run:
             learning_rate,
             temperature=config.rollout.temperature,
             rows=config.memory.micro_batch_size,
+            checkpoint_every=config.memory.checkpoint_every,
             max_grad_norm=optimizer.max_grad_norm,
             max_nonfinite=config.trainer.max_nonfinite_updates,
             seed=config.seed,

@@ -231,12 +231,30 @@ class RolloutSettings(Settings):
     env_threads: Count
 
 
-class MemorySettings(Settings):
-    """Attributes: micro_batch_size: rows of one pass, 0 for all; wired_limit_gib: Metal only."""
+def _granularity(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"none|layer|every_([2-9]|[1-9]\d+)", value):
+        return value
+    raise ValueError("allowed: none, layer, or every_k with 2 <= k < the model's layers, such as every_2")
 
+
+class MemorySettings(Settings):
+    """Attributes: micro_batch_size: rows of one pass, 0 for all; wired_limit_gib: Metal only.
+
+    checkpoint: which layers keep only their inputs for the backward pass and are computed a second time in it: none,
+    every layer, or the first of every k.
+    """
+
+    checkpoint: Annotated[str, BeforeValidator(_granularity)]
     micro_batch_size: Count
     cache_limit_gib: NonNegative | None
     wired_limit_gib: NonNegative | None
+
+    @property
+    def checkpoint_every(self) -> int:
+        """0 for no layer, 1 for each, k for the first of every k."""
+        if self.checkpoint == "none":
+            return 0
+        return 1 if self.checkpoint == "layer" else int(self.checkpoint.removeprefix("every_"))
 
 
 class WarmStart(Settings):

@@ -416,6 +416,24 @@ def test_paths_and_shapes_belong_to_their_models():
     assert "one of 1m, 11m" in only_problem("model=random", "model.shape=11g")
 
 
+def test_how_often_layers_are_checkpointed_is_below_the_depth_of_the_model(tmp_path):
+    wanted = [("none", 0), ("layer", 1), ("every_2", 2), ("every_3", 3)]
+    assert [load(f"memory.checkpoint={name}").memory.checkpoint_every for name, _ in wanted] == [n for _, n in wanted]
+    assert load("memory.checkpoint=every_12", "model=random", "model.shape=qwen3_4b").memory.checkpoint_every == 12
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"text_config": {"num_hidden_layers": 2}}')
+    for overrides, allowed in [
+        ([], "none, layer, or every_k with k from 2 to 3"),
+        ([f"model.path={folder}"], "none, layer"),
+    ]:
+        found = only_problem("memory.checkpoint=every_4", *overrides)
+        assert (
+            found.startswith("memory.checkpoint: got every_4, but this model has ") and f"allowed: {allowed}." in found
+        )
+    for wrong in ("every_1", "every_", "every_2x", "layers", "null"):
+        assert "allowed: none, layer, or every_k" in only_problem(f"memory.checkpoint={wrong}")
+
+
 def test_a_checkpoint_is_for_evaluation(tmp_path):
     assert "only job=evaluate reads it" in only_problem(f"checkpoint={tmp_path}")
     assert "is no folder" in only_problem("job=evaluate", f"checkpoint={tmp_path / 'nowhere'}")

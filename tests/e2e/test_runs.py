@@ -137,10 +137,13 @@ def test_a_checkpoint_is_scored_as_it_was_at_the_end_of_its_run(finished, tmp_pa
         assert "held-out success: sampled" in done.stdout and "before training" not in done.stdout
 
 
-def test_the_sequential_twin_and_micro_batches_train_on_the_same_tokens(tmp_path):
+def test_the_sequential_twin_micro_batches_and_checkpointing_train_on_the_same_tokens(tmp_path):
     small = [*SHORT, "steps=1", "trainer.evaluation_episodes=4", "tasks_per_step=2"]
     twins = []
-    for name, more in (("plain", []), ("twin", ["rollout.mode=sequential", "memory.micro_batch_size=3"])):
+    for name, more in (
+        ("plain", []),
+        ("twin", ["rollout.mode=sequential", "memory.micro_batch_size=3", "memory.checkpoint=every_2"]),
+    ):
         done = run(*small, *more, output=tmp_path / name)
         assert done.returncode == 0, done.stderr
         twins.append(rows_of(tmp_path / name / "latest"))

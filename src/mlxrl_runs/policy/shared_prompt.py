@@ -6,6 +6,7 @@ with it, so their gradients add up in the one forward pass that made them: the s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -63,7 +64,7 @@ def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.arr
     states = read[owner, mx.array(lengths) - 1][:, None]  # what predicts the first token behind the prompt
     if width > 0:
         view = _View(owner, mx.array(lengths, dtype=mx.int32), read.shape[1], width)
-        written = model(_padded(rest), cache=[_ContinuedCache(layer, view) for layer in layers])
+        written = model(_padded(rest), cache=[_ContinuedCache(layer.left(), view) for layer in layers])
         states = mx.concatenate([states, written], axis=1)
     return states[rows, columns - mx.array(lengths)[rows]]
 
@@ -71,6 +72,23 @@ def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.arr
 def _padded(rows: Sequence[Sequence[int]]) -> mx.array:
     width = max(map(len, rows))
     return mx.array([[*row, *([0] * (width - len(row)))] for row in rows], dtype=mx.int32)
+
+
+@runtime_checkable
+class LayerCache(Protocol):
+    """One layer's cache under a gradient: which arrays the layer reads from it, and which it leaves in it."""
+
+    def read(self) -> Sequence[mx.array]:
+        """The arrays that were there before the layer was called."""
+
+    def reading(self, arrays: Sequence[mx.array]) -> "LayerCache":
+        """A cache like this one was before the call, with these to be read."""
+
+    def left(self) -> Sequence[mx.array]:
+        """What the call left for others to read."""
+
+    def leave(self, arrays: Sequence[mx.array]) -> None:
+        """Take these as what the call left."""
 
 
 class _PromptCache:
@@ -88,6 +106,19 @@ class _PromptCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.keys, self.values = keys, values
         return keys, values
+
+    def read(self) -> Sequence[mx.array]:
+        return ()
+
+    def reading(self, arrays: Sequence[mx.array]) -> "_PromptCache":
+        return _PromptCache()
+
+    def left(self) -> Sequence[mx.array]:
+        assert self.keys is not None and self.values is not None, "the prompts come first"
+        return self.keys, self.values
+
+    def leave(self, arrays: Sequence[mx.array]) -> None:
+        self.keys, self.values = arrays
 
 
 class _View:
@@ -111,7 +142,7 @@ class _View:
 class _ContinuedCache:
     """One layer's prompt keys and values, repeated for the rows that go on behind them."""
 
-    def __init__(self, prompt: _PromptCache, view: _View):
+    def __init__(self, prompt: Sequence[mx.array], view: _View):
         self._prompt = prompt
         self._view = view
         self.offset = view.lengths  # (B,): what rope adds to each row's positions
@@ -120,9 +151,21 @@ class _ContinuedCache:
         return self._view.mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        assert self._prompt.keys is not None and self._prompt.values is not None, "the prompts come first"
+        prompt_keys, prompt_values = self._prompt
         owner = self._view.owner
         return (
-            mx.concatenate([self._prompt.keys[owner], keys], axis=2),
-            mx.concatenate([self._prompt.values[owner], values], axis=2),
+            mx.concatenate([prompt_keys[owner], keys], axis=2),
+            mx.concatenate([prompt_values[owner], values], axis=2),
         )
+
+    def read(self) -> Sequence[mx.array]:
+        return self._prompt
+
+    def reading(self, arrays: Sequence[mx.array]) -> "_ContinuedCache":
+        return _ContinuedCache(arrays, self._view)
+
+    def left(self) -> Sequence[mx.array]:
+        return ()
+
+    def leave(self, arrays: Sequence[mx.array]) -> None:
+        """Nobody reads behind the rows."""

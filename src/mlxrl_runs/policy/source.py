@@ -58,6 +58,15 @@ def locate(source: str, path: str | None, revision: str | None) -> Located:
     return Located("tiny" if source == "tiny" else str(folder), None, folder)
 
 
+def layer_count(folder: Path) -> int | None:
+    """How many layers a model folder's config.json names; None where it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return int({**config, **config.get("text_config", {})}["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # what else is wrong with it is told when it is opened
+
+
 def cache_folder() -> Path:
     """Where converted models are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxrl-runs" / "models"

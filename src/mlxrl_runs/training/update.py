@@ -16,6 +16,7 @@ from mlxrl_runs.core.protocols import Algorithm
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import TrainingError
 from mlxrl_runs.maths.scalars import number
+from mlxrl_runs.memory.checkpointing import checkpointed
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.training.optimizer import LearningRate
@@ -48,6 +49,7 @@ class Updater:
 
     Args:
         rows: rows of a micro-batch, 0 for the whole batch; any value gives the same gradient up to rounding.
+        checkpoint_every: see `memory.checkpointing.checkpointed`; any value gives the same gradient.
         max_grad_norm: None leaves gradients as they are.
         max_nonfinite: updates that may be skipped in a run because a number was not finite.
     """
@@ -60,6 +62,7 @@ class Updater:
         *,
         temperature: float,
         rows: int,
+        checkpoint_every: int,
         max_grad_norm: float | None,
         max_nonfinite: int,
         seed: int,
@@ -72,6 +75,7 @@ class Updater:
         self._learning_rate = learning_rate
         self._temperature = temperature
         self._rows = rows
+        self._checkpoint_every = checkpoint_every
         self._max_grad_norm = max_grad_norm
         self._max_nonfinite = max_nonfinite
         self._seed = seed
@@ -105,7 +109,8 @@ class Updater:
         try:
             for part in batch.chunks(self._rows):
                 self._stop.raise_if_requested()
-                (_, terms, logp, entropy), grads = step_function(self.policy.model, part)
+                with checkpointed(self.policy.model, self._checkpoint_every):
+                    (_, terms, logp, entropy), grads = step_function(self.policy.model, part)
                 gradient = grads if gradient is None else tree_map(mx.add, gradient, grads)
                 logps.append(widened(logp, batch))
                 entropies.append(widened(entropy, batch))
