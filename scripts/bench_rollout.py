@@ -57,7 +57,8 @@ from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.rollout import on_policy
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.sampling import Sampling
 from peers import mlx_lm_generators
 
@@ -462,7 +463,7 @@ def main() -> None:
     policy = opened(given.model, given.shape, given.precision, given.adapter)
     if policy.hidden_size < backend.SHARED_BLAS_FROM:
         backend.use_blas_threads(BACKEND, 1)
-    chosen = {"merge_adapter": given.merge_adapter, "compile": given.compile, "env_threads": given.env_threads}
+    chosen = {"merge_adapter": given.merge_adapter, "compile_when": given.compile, "env_threads": given.env_threads}
     ours = Ours(policy, {name: value for name, value in chosen.items() if value is not None})
     limit = measured_limit(policy)
     size = Size(given.rows, given.prompt_tokens, given.tokens, given.requests, given.slots, given.episodes)

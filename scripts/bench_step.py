@@ -33,7 +33,7 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
@@ -213,7 +213,7 @@ def main() -> None:
     tasks = sums(config, given.tasks) if ends else digits(policy, given.tasks, given.prompt_tokens)
     del policy  # each system opens its own
     work = Work(open_one, tasks, given.group_size, given.tokens, ends, given.steps)
-    chosen = {"merge_adapter": given.merge_adapter, "compile": given.compile}
+    chosen = {"merge_adapter": given.merge_adapter, "compile_when": given.compile}
     measured = systems(work, config, {name: value for name, value in chosen.items() if value is not None})
     take_turns(measured, given.repeats, given.patience)
     results = with_ratios([system.result() for system in measured], {}, "ours")

@@ -21,7 +21,8 @@ from mlxrl_runs import backend
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
-from mlxrl_runs.rollout.engine import Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.tracking.drawing import readable_bytes
 
 ADAPTER_SIZE = 0.02  # of the numbers in an adapter, so that it changes what the model says
@@ -256,8 +257,9 @@ def opened(source: str, shape: str, precision: str, adapter: str) -> Policy:
 
 
 def engine_of(policy: Policy, limits: Limits, **options: Any) -> RolloutEngine:
-    """Our engine. Args: options: those of its keywords that are not to have its own defaults."""
-    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, **options)
+    """Our engine as a run makes it. Args: options: keywords of `Decoding` that are to be other than a run's defaults."""
+    decoding = Decoding(**{"compile_when": "auto", "merge_adapter": "auto", "tune": "auto"} | options)
+    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, decoding)
 
 
 # ---- what comes out

@@ -23,7 +23,8 @@ from mlxrl_runs.core.seeding import generator
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
-from mlxrl_runs.rollout.engine import Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 
@@ -49,7 +50,8 @@ def is_kept(result: dict[str, Any]) -> bool:
 def measure(policy: Policy, tokens: int) -> dict[str, Any]:
     """Both decoders on as many episodes as sample `tokens` tokens: what was compared, ties, other differences."""
     chat = ChatFormat(policy.tokenizer)
-    engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), mode=m) for m in ("sequential", "batched")]
+    ways = (Decoding(mode="sequential"), Decoding())
+    engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), way) for way in ways]
     compared, ties, errors, part = 0, 0, 0, 0
     while compared < tokens:
         name = ("recurring", "arithmetic")[part % 2]
