@@ -38,6 +38,7 @@ from mlxrl_runs.memory.meter import Meter  # noqa: E402
 from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
 from mlxrl_runs.policy.export import talk_commands  # noqa: E402
 from mlxrl_runs.policy.load import Policy, open_policy  # noqa: E402
+from mlxrl_runs.policy.source import cache_folder  # noqa: E402
 from mlxrl_runs.rollout.engine import Decoding, RolloutEngine  # noqa: E402
 from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits  # noqa: E402
 from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
@@ -309,7 +310,8 @@ class Run:
             self.folder.write_json("evaluation.json", evaluations)
             self.folder.write_json("summary.json", self.summary)
         self.tracker.finish(self.summary, code)
-        self.folder.update(wandb_id=self.tracker.run_id)
+        timings = {"rollout_step_milliseconds": self.engine.timings} if self.engine.timings else {}
+        self.folder.update(wandb_id=self.tracker.run_id, **timings)
 
     def _updater(self, learning_rate: LearningRate) -> Updater:
         config, optimizer = self.config, self.config.optimizer
@@ -416,6 +418,7 @@ class Run:
             max_cache_bytes=rollout.max_cache_bytes,
             env_threads=rollout.env_threads,
             memory_bytes=memory_size_bytes(),
+            timings_file=cache_folder().with_name("rollout_timings.json"),
         )
 
     def _expected_decode_steps(self) -> int | None:

@@ -20,6 +20,7 @@ from mlxrl_runs.rollout import stepping
 from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
 from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.one_by_one import SingleRow
+from mlxrl_runs.rollout.plan import Plan, Way
 from mlxrl_runs.rollout.rows import kv_bytes
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.rollout.stepping import Stepper
@@ -167,6 +168,34 @@ def test_the_same_tokens_however_they_are_decoded(environment, decoding):
     batch = collate([Group("all", tuple(got))])
     logp, _ = action_logp(policy.model, batch, 1.0)
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("way", [way for way in Way if way is not Way.PLAIN])
+@pytest.mark.parametrize("environment", ["arithmetic", "recurring"])
+def test_every_way_to_decode_draws_the_same_tokens(environment, way, monkeypatch):
+    policy = adapted()
+    requests = some_requests(environment, tasks=4)
+    plain, statistics = engine_of(policy, mode="sequential").play(requests, Sampling(), with_margins=True)
+    monkeypatch.setattr(engines, "choose", lambda *_: Plan(way, "a test says so"))
+    monkeypatch.setattr(engines, "read_every", lambda _: 4)
+    got, _ = engine_of(policy).play(requests, Sampling())
+    assert count_ties(zip(plain, got, strict=True), statistics.margins) <= 1
+
+
+def test_the_fastest_way_is_found_by_timing_once_and_remembered(tmp_path, monkeypatch):
+    policy, requests, file = adapted(), some_requests("arithmetic"), tmp_path / "cache" / "timings.json"
+    decoding = Decoding(compile_when="auto", tune="always", timings_file=file)
+    engine = engine_of(policy, decoding=decoding)
+    timed, _ = engine.play(requests, Sampling())
+    assert set(engine.timings) == {16} and set(engine.timings[16]) == {Way.FUSED, Way.SEGMENTS, Way.PLAIN}
+    monkeypatch.setattr(engines.tuning, "step_milliseconds", lambda *_: pytest.fail("timed again"))
+    again = engine_of(policy, decoding=decoding)
+    remembered, _ = again.play(requests, Sampling())
+    assert again.timings == engine.timings
+    assert [row.tokens for row in remembered] == [row.tokens for row in timed]
+    repeatable = engine_of(policy, decoding=replace(decoding, repeatable=True, timings_file=None))
+    repeatable.play(requests, Sampling())
+    assert repeatable.timings == {}
 
 
 def adapted():

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
@@ -15,10 +17,11 @@ from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.adapters import adapters_merged, can_merge, merged_bytes
 from mlxrl_runs.policy.chat import ChatFormat
+from mlxrl_runs.rollout import tuning
 from mlxrl_runs.rollout.episodes import Episode, EpisodeRequest, Limits, Referee
 from mlxrl_runs.rollout.layers import kept_by
 from mlxrl_runs.rollout.one_by_one import play_one
-from mlxrl_runs.rollout.plan import Plan, Way, choose
+from mlxrl_runs.rollout.plan import Plan, Way, choose, read_every
 from mlxrl_runs.rollout.rows import Rows
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.rollout.slots import Slots
@@ -43,6 +46,7 @@ class Decoding:
         max_cache_bytes: of keys, values and states; fewer rows are decoded together where they would take more.
         env_threads: environments answering at once; 0 lets them answer one after the other, between two tokens.
         memory_bytes: of the machine; None where nobody knows.
+        timings_file: where timings are kept from one run to the next; None to forget them.
     """
 
     mode: str = "batched"
@@ -55,6 +59,7 @@ class Decoding:
     max_cache_bytes: int | None = None
     env_threads: int = 0
     memory_bytes: int | None = None
+    timings_file: Path | None = None
 
 
 class RolloutEngine:
@@ -86,6 +91,7 @@ class RolloutEngine:
             self.mode_reason = "this model family keeps more than keys, values and states: episodes run one by one"
         self.plan: Plan = choose(model, decoding.compile_when, decoding.expected_steps, decoding.repeatable)
         self.merges, self.merge_reason = self._merging()
+        self.timings: dict[int, dict[str, float]] = {}  # milliseconds a step by way, by rows
         self._steppers: list[tuple[tuple[object, ...], Stepper]] = []  # by what they were made for
 
     def _merging(self) -> tuple[bool, str]:
@@ -115,7 +121,6 @@ class RolloutEngine:
             "rollout_mode_reason": self.mode_reason,
             "rollout_way": self.plan.way.value,
             "rollout_way_reason": self.plan.reason,
-            "rollout_read_every": self.plan.read_every,
             "adapter_merged": self.merges,
             "adapter_merged_reason": self.merge_reason,
         }
@@ -158,7 +163,8 @@ class RolloutEngine:
         count = min(
             limit for limit in (len(requests), rows, self._decoding.max_rows, kept_at_once) if limit is not None
         )
-        with self._threads() as pool, self._stepping(sampling, statistics.margins is not None) as stepper:
+        way = self._way_for(count, sampling)
+        with self._threads() as pool, self._stepping(way, sampling, statistics.margins is not None) as stepper:
             slots = Slots(
                 stepper=stepper,
                 referee=self._referee,
@@ -166,7 +172,7 @@ class RolloutEngine:
                 kinds=self._kinds,
                 count=count,
                 in_flight=min(count + self._decoding.env_threads, kept_at_once or 2**62),
-                read_every=self.plan.read_every,
+                read_every=read_every(self._limits.max_completion_tokens),
                 statistics=statistics,
                 pool=pool,
             )
@@ -185,20 +191,48 @@ class RolloutEngine:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def _stepping(self, sampling: Sampling, with_margins: bool) -> Iterator[Stepper]:
-        """A stepper with the weights of now. It is kept, with what it compiled, for the next rollout."""
-        assert self._kinds is not None
-        wanted = (self.plan.way, sampling, with_margins)
-        stepper = next((stepper for known, stepper in self._steppers if known == wanted), None)
-        if stepper is None:
-            eos_ids = self._referee.eos_ids
-            stepper = Stepper(self._model, self._kinds, self.plan.way, sampling, eos_ids, with_margin=with_margins)
-            self._steppers.append((wanted, stepper))
+    def _stepping(self, way: Way, sampling: Sampling, with_margins: bool) -> Iterator[Stepper]:
+        """A stepper with the weights of now."""
+        stepper = self._stepper(way, sampling, with_margins)
         stepper.begin()
         try:
             yield stepper
         finally:
             stepper.end()
+
+    def _stepper(self, way: Way, sampling: Sampling, with_margins: bool = False) -> Stepper:
+        """It is kept, with what it compiled, for the next rollout."""
+        assert self._kinds is not None
+        wanted = (way, sampling, with_margins)
+        stepper = next((stepper for known, stepper in self._steppers if known == wanted), None)
+        if stepper is None:
+            stepper = Stepper(self._model, self._kinds, way, sampling, self._referee.eos_ids, with_margin=with_margins)
+            self._steppers.append((wanted, stepper))
+        return stepper
+
+    def _way_for(self, rows: int, sampling: Sampling) -> Way:
+        """The plan's way, or the fastest where a timing may choose. Timed for the next power of two of the rows."""
+        wish, on_cpu = self._decoding.tune, mx.default_device().type == mx.DeviceType.cpu
+        if wish == "never" or (wish == "auto" and on_cpu) or self._decoding.repeatable or not self.plan.others:
+            return self.plan.way
+        rows = 2 ** (rows - 1).bit_length()
+        if rows not in self.timings:
+            self.timings[rows] = self._timed(rows, sampling)
+        return Way(min(self.timings[rows], key=lambda way: self.timings[rows][way]))
+
+    def _timed(self, rows: int, sampling: Sampling) -> dict[str, float]:
+        memory = None if self._decoding.timings_file is None else tuning.Memory(self._decoding.timings_file)
+        key = tuning.key_of(self._model, rows)
+        known = None if memory is None else memory.recall(key)
+        ways = (self.plan.way, *self.plan.others)
+        if known is not None and set(known) == set(ways):
+            return known
+        found: dict[str, float] = {
+            way.value: tuning.step_milliseconds(self._stepper(way, sampling), rows) for way in ways
+        }
+        if memory is not None:
+            memory.keep(key, found)
+        return found
 
     def _affordable_rows(self) -> int | None:
         """Rows whose episodes may grow to the limit within `max_cache_bytes`, at least one; None without a limit."""

@@ -30,11 +30,22 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes: read_every: steps that are queued before the tokens of the oldest are read; reason: for run.json."""
+    """Attributes: reason: for run.json. others: ways that a timing may find faster."""
 
     way: Way
-    read_every: int
     reason: str
+    others: tuple[Way, ...] = ()
+
+
+def read_every(max_completion_tokens: int) -> int:
+    """Steps that are queued before the tokens of the oldest are read.
+
+    On a CPU, where waiting costs nothing, 1. A GPU must not wait; but rows that ended stand still until they are seen,
+    so short actions are looked at more often.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return 1
+    return max(1, min(16, max_completion_tokens // 16))
 
 
 def choose(model: nn.Module, compile_when: str, expected_steps: int | None, repeatable: bool = False) -> Plan:
@@ -46,20 +57,17 @@ def choose(model: nn.Module, compile_when: str, expected_steps: int | None, repe
         repeatable: the same bits every time. On a GPU the fused attention without a mask does not give them.
     """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    read_every = 1 if on_cpu else 16
     if compile_when == "never":
-        return Plan(Way.PLAIN, read_every, "rollout.compile=never")
+        return Plan(Way.PLAIN, "rollout.compile=never")
     if compile_when == "auto" and on_cpu:
         if shutil.which(COMPILER) is None:
-            return Plan(Way.PLAIN, read_every, f"no {COMPILER} on this machine to compile with")
+            return Plan(Way.PLAIN, f"no {COMPILER} on this machine to compile with")
         if expected_steps is not None and expected_steps < LONG_RUN:
-            return Plan(Way.PLAIN, read_every, f"{expected_steps} decode steps at most: too few to compile for")
+            return Plan(Way.PLAIN, f"{expected_steps} decode steps at most: too few to compile for")
+    plain = (Way.PLAIN,) if compile_when == "auto" else ()
     if not DenseBlocks.supports(model):
-        return Plan(Way.COMPILED, read_every, "no dense llama, qwen2 or qwen3: its own classes, compiled")
-    if on_cpu:
-        return Plan(Way.FUSED, read_every, "a dense decoder")
-    return (
-        Plan(Way.FUSED, read_every, "reproducible=true")
-        if repeatable
-        else Plan(Way.SEGMENTS, read_every, "a dense decoder")
-    )
+        return Plan(Way.COMPILED, "no dense llama, qwen2 or qwen3: its own classes, compiled", plain)
+    if repeatable and not on_cpu:
+        return Plan(Way.FUSED, "reproducible=true")
+    first, second = (Way.FUSED, Way.SEGMENTS) if on_cpu else (Way.SEGMENTS, Way.FUSED)
+    return Plan(first, "a dense decoder", (second, *plain))

@@ -74,7 +74,7 @@ class Stepper:
         with_margin: bool = False,
     ):
         self._model = model
-        self._kinds = kinds
+        self.kinds = kinds
         self.way = way
         self._sampling = sampling
         self._eos_ids = mx.array(sorted(eos_ids), dtype=mx.int32)
@@ -127,7 +127,7 @@ class Stepper:
             columns=max(rows.lengths) + width,
             start=rows.lengths[0] if is_level else None,
         )
-        layers = layers_in(shared, self._kinds, rows.kept, rows.capacity)
+        layers = layers_in(shared, self.kinds, rows.kept, rows.capacity)
         tokens = mx.array([[*part, *([0] * (width - len(part)))] for part in parts], dtype=mx.int32)
         logits = last_logits(self._model, tokens, mx.array([max(count - 1, 0) for count in widths]), layers)
         rows.kept = [layer.arrays for layer in layers]
@@ -189,10 +189,10 @@ class Stepper:
         start: int | None = None,
     ) -> tuple[mx.array, list[Arrays]]:
         """Args: columns, start: see `Pass`; None in what is compiled, since each number would make another function."""
-        kinds = zip(self._kinds, kept, strict=True)
+        kinds = zip(self.kinds, kept, strict=True)
         capacity = max((arrays[0].shape[2] for kind, arrays in kinds if kind is Keeps.KEYS_AND_VALUES), default=0)
-        writes = active.astype(mx.int32) if Keeps.STATES in self._kinds else None
-        layers = layers_in(Pass(lengths, 1, writes, columns or capacity, start), self._kinds, kept, capacity)
+        writes = active.astype(mx.int32) if Keeps.STATES in self.kinds else None
+        layers = layers_in(Pass(lengths, 1, writes, columns or capacity, start), self.kinds, kept, capacity)
         live = self._model.parameters()
         try:
             if weights is not None:
