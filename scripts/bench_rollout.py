@@ -7,7 +7,9 @@ Cases
     geometric   `--requests` rows of geometric length, a quarter of `--tokens` on average and `--tokens` at most, the
                 same for all systems, `--slots` of them at a time
     multi_turn  the doors world, 4 tasks x 8 episodes, ended as the policy ends them
-    slow_env    the same world, `--episodes` episodes, `--slots` at a time, with 20 ms a step and with none
+    slow_env    the same world, `--episodes` episodes, `--slots` at a time, with 20 ms a step and with none; as many
+                environments answer at once as `--env-threads` says, `--slots` if it says nothing
+    exp         e**x of 64 rows of scores, counted in numbers: ours beside MLX's own; measured only when asked for
 
 Columns
     tokens/s    sampled tokens by seconds, the median of interleaved repeats; "spread" is (fastest - slowest) / median
@@ -37,6 +39,8 @@ from mlxrl_runs import backend
 
 BACKEND = backend.prepare()
 
+import mlx.core as mx
+
 from benching import (
     Done,
     Limit,
@@ -54,6 +58,7 @@ from mlxrl_runs.core.protocols import Environment, StepResult
 from mlxrl_runs.core.seeding import generator
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.errors import ConfigError
+from mlxrl_runs.maths import exponential
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.rollout import on_policy
@@ -177,7 +182,13 @@ def capped(request: EpisodeRequest, length: int) -> EpisodeRequest:
 
 def played(engine: RolloutEngine, requests: Sequence[EpisodeRequest]) -> Done:
     trajectories, cost = engine.play(requests, Sampling())
-    return Done(cost.sampled_tokens, tuple(map(written, trajectories)), engine.mode_reason)
+    return Done(cost.sampled_tokens, tuple(map(written, trajectories)), described(engine))
+
+
+def described(engine: RolloutEngine) -> str:
+    """How it decodes, in a word or two."""
+    way = engine.mode if engine.mode == "sequential" else engine.choices()["rollout_way"]
+    return f"{way}, adapter merged" if engine.merges else f"{way}"
 
 
 def written(trajectory: Trajectory) -> tuple[int, ...]:
@@ -400,15 +411,32 @@ def slow_env(ours: Ours, limit: Limit, size: Size) -> list[Case]:
     tasks = config.env.held_out_tasks()[: size.episodes // GROUP_SIZE]
     instant = on_policy.requests_of(config.env, tasks, GROUP_SIZE, 0, ("bench",))
     slow = [replace(request, make=lambda make=request.make: Slow(make())) for request in instant]
-    case = {"case": "slow_env", "episodes": len(instant), "slots": size.slots, "step_milliseconds": 20}
+    threads = ours.options.get("env_threads", size.slots)
+    case = {
+        "case": "slow_env", "episodes": len(instant), "slots": size.slots, "env_threads": threads,
+        "step_milliseconds": 20,
+    }  # fmt: skip
     return [(case, [
         engine_system(OURS, ours, limits, instant, max_rows=size.slots),
-        engine_system("ours, slow env", ours, limits, slow, max_rows=size.slots),
+        engine_system("ours, slow env", ours, limits, slow, max_rows=size.slots, env_threads=threads),
     ])]  # fmt: skip
 
 
+def exp(ours: Ours, limit: Limit, size: Size) -> list[Case]:
+    scores = mx.random.normal((64, ours.policy.config["vocab_size"]))
+
+    def system(name: str, function: Callable[[mx.array], mx.array]) -> System:
+        def play() -> Done:
+            mx.eval(function(scores))
+            return Done(scores.size)
+
+        return System(name, lambda: play)
+
+    return [({"case": "exp", "numbers": scores.size}, [system(OURS, exponential.exp), system("MLX's exp", mx.exp)])]
+
+
 CASES: dict[str, Callable[[Ours, Limit, Size], list[Case]]] = {
-    "fixed": fixed, "geometric": geometric, "multi_turn": multi_turn, "slow_env": slow_env,
+    "fixed": fixed, "geometric": geometric, "multi_turn": multi_turn, "slow_env": slow_env, "exp": exp,
 }  # fmt: skip
 
 
@@ -480,7 +508,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", type=_names, default=tuple(CASES), help="with commas")
+    add("--cases", type=_names, default=tuple(CASES)[:-1], help="with commas")
     add("--rows", type=_numbers, default=Size.rows, help="of the fixed case, with commas")
     add("--prompt-tokens", type=int, default=Size.prompt_tokens)
     add("--tokens", type=int, default=Size.tokens, help="that a row writes, at most")
@@ -493,7 +521,7 @@ def parsed() -> argparse.Namespace:
     add("--adapter", choices=["lora", "full"], default="lora")
     add("--merge-adapter", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
     add("--compile", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
-    add("--env-threads", type=int, help="of our engine; its own default if left out")
+    add("--env-threads", type=int, help="of our engine; its own default if left out, but see slow_env")
     add("--repeats", type=int, default=REPEATS)
     add("--patience", type=float, default=PATIENCE_SECONDS, help="a system that took so many seconds is not repeated")
     add("--json", type=Path)

@@ -132,7 +132,8 @@ class OurTrainer:
         self._updater = Updater(
             self._policy, make_optimizer(optimizer.name, betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0),
             LearningRate(LEARNING_RATE, "constant", 0, 1, 1.0), temperature=config.rollout.temperature,
-            rows=config.memory.micro_batch_size, max_grad_norm=optimizer.max_grad_norm,
+            rows=config.memory.micro_batch_size, checkpoint_every=config.memory.checkpoint_every,
+            max_grad_norm=optimizer.max_grad_norm,
             max_nonfinite=config.trainer.max_nonfinite_updates, seed=0, stop=StopRequest(),
         )  # fmt: skip
         self._steps = 0

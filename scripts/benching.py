@@ -257,7 +257,7 @@ def opened(source: str, shape: str, precision: str, adapter: str) -> Policy:
 
 
 def engine_of(policy: Policy, limits: Limits, **options: Any) -> RolloutEngine:
-    """Our engine as a run makes it. Args: options: keywords of `Decoding` that are to be other than a run's defaults."""
+    """Our engine as a run makes it. Args: options: fields of `Decoding` that are to be other than a run's."""
     decoding = Decoding(**{"compile_when": "auto", "merge_adapter": "auto", "tune": "auto"} | options)
     return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, limits, decoding)
 

@@ -194,9 +194,7 @@ def credited_batch(policy: Policy, model: str, rows: int, tokens: int) -> tuple[
     """Rows of full length, rolled out and credited by GRPO; members' returns are made to differ. Also the algorithm."""
     config = config_of(model, "env=arithmetic", "algorithm=grpo", "group_size=4")
     tasks = config.env.held_out_tasks()[: rows // 4]
-    engine = RolloutEngine(
-        policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(tokens, ignore_eos=True), mode="batched"
-    )
+    engine = RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, Limits(tokens, ignore_eos=True))
     played, _ = engine.play(requests_of(config.env, tasks, 4, 0, ("check",)), Sampling())
     batch = collate(group_up(tasks, played, 4))
     credited = config.algorithm.credit(batch)

@@ -9,8 +9,6 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from mlxrl_runs.rollout.engine import EpisodeRequest
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -50,20 +48,15 @@ def test_the_rollout_benchmark_measures_equal_work(tmp_path):
     assert f"| ours | {ours['tokens_per_second']:,.0f} |" in printed
 
 
-NEW_ENGINE = pytest.mark.skipif(
-    "max_completion_tokens" not in EpisodeRequest.__dataclass_fields__, reason="requests have no length of their own"
-)
-
-
-@NEW_ENGINE
 def test_rows_of_many_lengths_and_slow_worlds_are_measured_on_equal_work(tmp_path):
-    _, (geometric, slow), systems = rollout_cases(tmp_path, "--cases", "geometric,slow_env")
+    _, (geometric, slow, _), systems = rollout_cases(tmp_path, "--cases", "geometric,slow_env,exp")
     alone = {name: system["tokens"] for name, system in systems["geometric"].items()}
     assert alone["ours"] == alone["ours, fixed waves"] == alone["mlx-lm BatchGenerator"]
     assert alone["ours, one by one"] == alone["mlx-lm stream_generate"] < alone["ours"] < 12 * 6
     assert geometric["equal_rows"] == {"ours, fixed waves": "12 of 12", "ours, one by one": "4 of 4"}
     assert slow["equal_rows"] == {"ours, slow env": "8 of 8"}
     assert systems["slow_env"]["ours, slow env"]["seconds"] > 0.02
+    assert {system["tokens"] for system in systems["exp"].values()} == {64 * 363}  # the tiny model's vocabulary
 
 
 def test_the_step_benchmark_gives_time_for_each_token(tmp_path):
