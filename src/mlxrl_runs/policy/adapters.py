@@ -34,7 +34,7 @@ def _hidden_module(name: str) -> Iterator[None]:
 with _hidden_module("wandb"):
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
@@ -141,9 +141,40 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         model.update_modules(tree_unflatten(adapted))
 
 
+class _MergedAtEachCall(nn.Module):
+    """The one layer that mlx-lm's fuse makes of an adapted one, made anew at each call: no copy of weights stays."""
+
+    def __init__(self, adapted: nn.Module):
+        super().__init__()
+        self.adapted = adapted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.adapted.fuse()(*args, **kwargs)
+
+
+@contextmanager
+def adapters_merged(model: nn.Module) -> Iterator[None]:
+    """Inside, every adapter is merged into its layer's weights, which are quantised again where they were."""
+    adapted = _adapted(model)
+    model.update_modules(tree_unflatten([(name, _MergedAtEachCall(module)) for name, module in adapted]))
+    try:
+        yield
+    finally:
+        model.update_modules(tree_unflatten(adapted))
+
+
+@contextmanager
+def put_on_by_mlx_lm(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Inside, the model is its base with the adapter saved in `folder`, as `mlx_lm.load` puts it on."""
+    with adapters_off(model):
+        load_adapters(model, str(folder))
+        model.eval()
+        yield
+
+
 @contextmanager
 def swapped_in(model: nn.Module, weights: Mapping[str, mx.array]) -> Iterator[None]:
-    """Inside, the model's trainable weights are these."""
+    """Inside, these take the place of the model's trainable weights of the same names."""
     live = tree_flatten(model.trainable_parameters())
     model.load_weights(list(weights.items()), strict=False)
     try:
