@@ -108,6 +108,23 @@ def test_numbers_that_round_more_are_allowed_more_and_a_mistake_is_still_found(p
         assert not any(GATES[name](wrong).passed for name in SAMPLING)
 
 
+def test_one_layer_that_a_saved_adapter_forgot_shows_in_bfloat16_too(monkeypatch):
+    model, _ = with_precision(small_model("qwen3", len(tiny().tokenizer)), {}, "bfloat16")
+    bench = bench_of(model)
+    with gates.stirred(bench.policy):
+        assert gates.saved_adapter_is_live(bench).passed
+        save = Policy.save
+
+        def forgets(policy, folder):
+            projection = policy.model.layers[0].mlp.up_proj
+            kept, projection.lora_b = projection.lora_b, mx.zeros_like(projection.lora_b)
+            save(policy, folder)
+            projection.lora_b = kept
+
+        monkeypatch.setattr(Policy, "save", forgets)
+        assert not gates.saved_adapter_is_live(bench).passed
+
+
 def test_quantised_weights_under_float32_scales_are_held_to_float32():
     model, _ = with_precision(small_model("qwen3", len(tiny().tokenizer)), {}, "4bit")
     report = examine(bench_of(model))
