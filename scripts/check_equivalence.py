@@ -22,7 +22,8 @@ from mlxrl_runs.config import compose_config, validate
 from mlxrl_runs.core.seeding import generator
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
-from mlxrl_runs.rollout.engine import Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.rollout.on_policy import requests_of
 
 TIE = 1e-4
@@ -38,7 +39,8 @@ def is_kept(result: dict[str, Any]) -> bool:
 def measure(policy: Policy, tokens: int) -> dict[str, Any]:
     """Both decoders on as many episodes as sample `tokens` tokens: what was compared, ties, other differences."""
     chat = ChatFormat(policy.tokenizer)
-    engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), mode=m) for m in ("sequential", "batched")]
+    ways = (Decoding(mode="sequential"), Decoding())
+    engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), way) for way in ways]
     found, part = Agreement(), 0
     while found.tokens < tokens:
         name = ("recurring", "arithmetic")[part % 2]

@@ -35,7 +35,8 @@ from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy import export
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
-from mlxrl_runs.rollout.engine import Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import RolloutEngine
+from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.rollout.on_policy import group_up, requests_of
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.run import base_logp_of, open_policy_of

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench_rollout
 from bench_learning import table, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,15 +53,9 @@ Mean sampled reward: {rise(arithmetic, "gigpo")}; {rise(arithmetic, "grpo")}.
 
 ## Rollout
 
-`python scripts/bench_rollout.py`: {rollout["rows"]} rows of {rollout["tokens"]} tokens with model=tiny.
+`python scripts/bench_rollout.py`; its first lines say what the cases and columns are.
 
-| decoder | tokens a second | batched is faster by |
-|---|---|---|
-| batched | {rollout["batched_tokens_per_second"]:,.0f} | |
-| one by one (rollout.mode=sequential) | {rollout["one_by_one_tokens_per_second"]:,.0f} | {rollout["speedup"]:.1f} |
-| mlx-lm generate, one prompt after the other | {rollout["mlx_lm_generate_tokens_per_second"]:,.0f} | {rollout["batched_tokens_per_second"] / rollout["mlx_lm_generate_tokens_per_second"]:.1f} |
-
-Rows with the same tokens batched and one by one: {rollout["equal_rows"]} of {rollout["rows"]}.
+{rollout_tables(rollout)}
 
 `python scripts/check_equivalence.py`: {equivalence["tokens"]:,} sampled tokens of both environments compared;
 {equivalence["ties"]} episodes parted at a tie (two best scores within 1e-4), {equivalence["errors"]} elsewhere.
@@ -71,6 +66,11 @@ Rows with the same tokens batched and one by one: {rollout["equal_rows"]} of {ro
 {startup["bad_key_seconds"]:.2f}, the first step of the main job {startup["first_step_seconds"]:.2f} (the evaluation before
 training included).
 """  # noqa: E501 - a table's row cannot be broken
+
+
+def rollout_tables(rollout: dict[str, Any]) -> str:
+    """Every case that was measured, one level below the page's own headings."""
+    return "\n".join(f"#{bench_rollout.shown(case)}" for case in rollout["cases"])
 
 
 def rise(results: list[dict[str, Any]], algorithm: str) -> str:

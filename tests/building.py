@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory,
 from mlxrl_runs.policy.adapters import ADAPTER_LEAVES
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
 from mlxrl_runs.training.update import Updater
@@ -49,9 +51,12 @@ def base_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def engine_of(policy: Policy, mode: str = "batched", scorer: Scorer | None = None, **limits: Any) -> RolloutEngine:
+def engine_of(
+    policy: Policy, mode: str = "batched", scorer: Scorer | None = None, decoding: Decoding = Decoding(), **limits: Any
+) -> RolloutEngine:
     bounds = Limits(**{"max_completion_tokens": 16} | limits)
-    return RolloutEngine(policy.model, ChatFormat(policy.tokenizer), policy.eos_ids, bounds, mode=mode, scorer=scorer)
+    chat, decoding = ChatFormat(policy.tokenizer), replace(decoding, mode=mode)
+    return RolloutEngine(policy.model, chat, policy.eos_ids, bounds, decoding, scorer=scorer)
 
 
 def some_requests(

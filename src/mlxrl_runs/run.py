@@ -40,7 +40,8 @@ from mlxrl_runs.memory.meter import Meter  # noqa: E402
 from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
 from mlxrl_runs.policy.export import talk_commands  # noqa: E402
 from mlxrl_runs.policy.load import Policy, open_base, open_policy  # noqa: E402
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine  # noqa: E402
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine  # noqa: E402
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits  # noqa: E402
 from mlxrl_runs.rollout.on_policy import OnPolicy  # noqa: E402
 from mlxrl_runs.rollout.sampling import Sampling  # noqa: E402
 from mlxrl_runs.rollout.scoring import WeightedReward  # noqa: E402
@@ -205,7 +206,7 @@ class Run:
                 stop_strings=rollout.stop_strings,
                 ignore_eos=rollout.ignore_eos,
             ),
-            mode=rollout.mode,
+            self._decoding(),
             stop=self.stop,
             scorer=self._scorer(),
         )
@@ -244,8 +245,7 @@ class Run:
             },
             model=self._model_record(),
             engine={
-                "rollout_mode": self.engine.mode,
-                "rollout_mode_reason": self.engine.mode_reason,
+                **self.engine.choices(),
                 "blas_threads": self.blas_threads,  # None: the library's own choice
                 "trainable_parameters": self.policy.trainable_parameters,
                 **limits,
@@ -442,8 +442,34 @@ class Run:
         self.console.print(Text(line, style="bold yellow"), highlight=False, soft_wrap=True)
 
     def _sampling(self) -> Sampling:
+        rollout, chat = self.config.rollout, self.engine.chat
+        bias = {chat.token_id(token, "rollout.token_bias"): value for token, value in rollout.token_bias.items()}
+        return Sampling(rollout.temperature, rollout.top_p, rollout.min_p, rollout.top_k, bias)
+
+    def _decoding(self) -> Decoding:
         rollout = self.config.rollout
-        return Sampling(rollout.temperature, rollout.top_p, rollout.min_p, rollout.top_k)
+        return Decoding(
+            mode=rollout.mode,
+            compile_when=rollout.compile,
+            expected_steps=self._expected_decode_steps(),
+            tune=rollout.tune,
+            repeatable=self.config.reproducible,
+            merge_adapter=rollout.merge_adapter,
+            max_rows=rollout.max_rows,
+            max_cache_bytes=rollout.max_cache_bytes,
+            env_threads=rollout.env_threads,
+            memory_bytes=memory_size_bytes(),
+        )
+
+    def _expected_decode_steps(self) -> int | None:
+        """At most: many actions end before their limit. None where the environment does not say how many turns."""
+        config = self.config
+        rollouts = config.steps if config.job is Job.TRAIN else 0
+        evaluations = 2 + (rollouts // config.trainer.eval_every if config.trainer.eval_every else 0)
+        turns = getattr(self.family, "max_turns", None)
+        if turns is None:
+            return None
+        return (rollouts + evaluations) * turns * config.rollout.max_completion_tokens
 
     @property
     def _reward_parts(self) -> dict[str, RewardPart]:

@@ -66,6 +66,14 @@ class RolloutMode(StrEnum):
     SEQUENTIAL = "sequential"
 
 
+class Switch(StrEnum):
+    """Three ways, since yaml reads on and off as true and false."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -193,7 +201,16 @@ class AdamWSettings(_AdamFamily):
 
 
 class RolloutSettings(Settings):
-    """Attributes: max_*_tokens: of one turn's answer, of the first prompt, of a whole episode; top_k: 0 is off."""
+    """How episodes are sampled.
+
+    Attributes:
+        max_*_tokens: of one turn's answer, of the first prompt, of a whole episode. top_k: 0 is off.
+        token_bias: added to the logits of tokens, by id or by a text that is one token.
+        compile: decode with compiled steps. tune: choose between ways to decode by a short timing, on a GPU.
+        merge_adapter: sample with base and adapter as one weight.
+        max_rows: decoded together; null for all of a step. max_cache_bytes: of their keys and values; fewer rows then.
+        env_threads: environments that answer at the same time; 0 for one after the other.
+    """
 
     name: Literal["on_policy"]
     mode: RolloutMode
@@ -206,6 +223,13 @@ class RolloutSettings(Settings):
     top_k: Count
     stop_strings: tuple[Annotated[Text, Field(min_length=1)], ...]
     ignore_eos: bool
+    token_bias: dict[int | Text, Float]
+    compile: Switch
+    tune: Switch
+    merge_adapter: Switch
+    max_rows: PositiveInt | None
+    max_cache_bytes: PositiveInt | None
+    env_threads: Count
 
 
 def _granularity(value: Any) -> Any:
@@ -314,6 +338,7 @@ class RunConfig(Settings):
 
     Attributes:
         name: null means <algorithm>-<env>-<model>-G<group_size>-s<seed>.
+        reproducible: give up what is faster and not the same bit for bit, on a GPU; a CPU has nothing to give up.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
         checkpoint: what job=evaluate scores and job=check examines; null for the base model.
         reward: its parts, by the label they are logged under.
@@ -325,6 +350,7 @@ class RunConfig(Settings):
     tags: tuple[Text, ...]
     notes: Text
     seed: Count
+    reproducible: bool
     steps: PositiveInt
     group_size: PositiveInt
     tasks_per_step: PositiveInt

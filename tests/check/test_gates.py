@@ -64,10 +64,16 @@ def blind_model():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_every_gate_that_applies_to_it(family):
     report = examine(bench_of(small_model(family, len(tiny().tokenizer))))
-    assert report.broken == []
-    hybrid = family in ("qwen3_5", "qwen3_next")
-    assert set(report.gates) == set(GATES) - ({"batched = one by one"} if hybrid else set())
+    assert report.broken == [] and set(report.gates) == set(GATES)
     assert all(finding.tolerance == 1e-4 for finding in report.gates.values())
+
+
+def test_a_family_whose_episodes_run_one_by_one_has_no_batch_to_compare(monkeypatch):
+    monkeypatch.setattr("mlxrl_runs.rollout.engine.kept_by", lambda model: None)
+    report = examine(bench_of(small_model("qwen3", len(tiny().tokenizer))))
+    assert report.broken == []
+    assert set(report.gates) == set(GATES) - {"batched = one by one", "compiled = plain"}
+    assert "episodes run one by one" in report.found["batched = one by one"].reason
 
 
 @pytest.mark.parametrize("kind", ["dora", "full"])
@@ -129,8 +135,15 @@ def test_quantised_weights_under_float32_scales_are_held_to_float32():
     model, _ = with_precision(small_model("qwen3", len(tiny().tokenizer)), {}, "4bit")
     report = examine(bench_of(model))
     assert report.broken == [] and report.tolerance is gates.EXACT
-    # merging a LoRA into 4 bits rounds it away in part: told, and no bar
-    assert report.information["merged adapter"].difference > report.tolerance.largest
+    assert report.information["merged adapter"] == DoesNotApply("the base is quantised")
+
+
+def test_what_merging_the_adapter_rounds_is_told_and_bars_nothing():
+    model, _ = with_precision(small_model("qwen3", len(tiny().tokenizer)), {}, "bfloat16")
+    report = examine(bench_of(model, "rollout.merge_adapter=always"))
+    told = report.information["merged adapter"]
+    assert told.difference > report.tolerance.repeated and not told.passed
+    assert report.broken == []
     assert "passed" not in report.as_json()["information"]["merged adapter"]
 
 

@@ -142,9 +142,9 @@ def test_the_check_of_a_trained_adapter_passes_and_is_no_evaluation(finished, tm
     assert done.returncode == 0, done.stderr
     folder = (tmp_path / "latest").resolve()
     content = json.loads((folder / "check.json").read_text())
-    assert len(content["gates"]) == 6 and all(gate["passed"] for gate in content["gates"].values())
+    assert len(content["gates"]) == 7 and all(gate["passed"] for gate in content["gates"].values())
     assert all(gate["difference"] <= gate["tolerance"] for gate in content["gates"].values())
-    assert done.stdout.count("   pass") == 6 and "merged adapter" in done.stdout
+    assert done.stdout.count("   pass") == 7 and "merged adapter" in done.stdout
     record = json.loads((folder / "run.json").read_text())
     assert (record["job"], record["state"], record["exit_code"]) == ("check", "finished", 0)
     assert "held-out" not in done.stdout

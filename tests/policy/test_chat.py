@@ -12,7 +12,8 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.chat import ChatFormat
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.sampling import Sampling
 
 

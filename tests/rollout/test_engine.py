@@ -1,21 +1,28 @@
 """The engine against the plain version: full forwards, one row at a time, and counts of what was really fed."""
 
+import time
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from mlx_lm.tuner.lora import LoRALinear
 
-from building import engine_of, settings, some_requests, tiny
+from building import base_hash, engine_of, settings, some_requests, tiny
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason
-from mlxrl_runs.errors import ConfigError, Interrupted
+from mlxrl_runs.errors import ConfigError, EnvironmentFailure, Interrupted
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.forward import action_logp
-from mlxrl_runs.rollout.decoder import BatchedDecoder, SingleDecoder
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout import engine as engines
+from mlxrl_runs.rollout import stepping
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
+from mlxrl_runs.rollout.one_by_one import SingleRow
+from mlxrl_runs.rollout.rows import kv_bytes
 from mlxrl_runs.rollout.sampling import Sampling
+from mlxrl_runs.rollout.stepping import Stepper
 
 TIE = 1e-4  # two perturbed scores nearer than this may swap between batch sizes, by rounding alone
 
@@ -78,37 +85,230 @@ def test_h11_siblings_and_steps_draw_differently_and_a_seed_repeats_itself():
 
 
 class Spy:
-    """Counts what a decoder was fed."""
+    """Counts what a stepper read and how many rows it decoded at each step."""
 
-    def __init__(self, monkeypatch, decoder=BatchedDecoder):
-        self.feeds, self.steps = [], []
-        feed, step = decoder.feed, decoder.step
-        monkeypatch.setattr(
-            decoder, "feed", lambda me, tokens: (self.feeds.append([len(r) for r in tokens]), feed(me, tokens))[1]
-        )
-        monkeypatch.setattr(
-            decoder, "step", lambda me, tokens, growing: (self.steps.append(len(growing)), step(me, tokens, growing))[1]
-        )
+    def __init__(self, monkeypatch):
+        self.reads, self.steps = [], []
+        read, step = Stepper.read, Stepper.step
+
+        def counted_read(stepper, rows, contexts):
+            self.reads.append([len(context) for context in contexts])
+            return read(stepper, rows, contexts)
+
+        def counted_step(stepper, rows, cursor):
+            self.steps.append(len(rows.lengths))
+            return step(stepper, rows, cursor)
+
+        monkeypatch.setattr(Stepper, "read", counted_read)
+        monkeypatch.setattr(Stepper, "step", counted_step)
 
 
 def test_each_distinct_prompt_is_prefilled_once(monkeypatch):
     spy = Spy(monkeypatch)
     engine_of(tiny()).play(some_requests("arithmetic", tasks=3, members=8), Sampling())
-    assert len(spy.feeds) == 1 and len(spy.feeds[0]) == 3  # 24 rows, 3 prompts
+    assert len(spy.reads) == 1 and len(spy.reads[0]) == 3  # 24 rows, 3 prompts
+
+
+def test_members_that_come_later_share_the_prompt_that_was_read_before(monkeypatch):
+    spy = Spy(monkeypatch)
+    requests = some_requests("arithmetic", tasks=3, members=8)
+    few, _ = engine_of(tiny(), decoding=Decoding(max_rows=5)).play(requests, Sampling())
+    assert sum(len(rows) for rows in spy.reads) == 3
+    assert max(spy.steps) == 5
+    all_at_once, _ = engine_of(tiny()).play(requests, Sampling())
+    assert [row.tokens for row in few] == [row.tokens for row in all_at_once]
 
 
 def test_no_token_is_read_twice(monkeypatch):
-    spy = Spy(monkeypatch, SingleDecoder)
+    fed = []
+    feed = SingleRow.feed
+    monkeypatch.setattr(SingleRow, "feed", lambda me, tokens: (fed.append(len(tokens)), feed(me, tokens))[1])
     [trajectory], _ = engine_of(tiny(), mode="sequential").play(some_requests("recurring", 1, 1), Sampling())
     assert len(trajectory.turns) > 1
-    # everything but the very last sampled token was fed, and fed once
-    assert sum(sum(rows) for rows in spy.feeds) + len(spy.steps) == len(trajectory.tokens) - 1
+    assert sum(fed) == len(trajectory.tokens) - 1  # everything but the very last sampled token
 
 
 def test_rows_that_ended_leave_the_batch(monkeypatch):
     spy = Spy(monkeypatch)
     engine_of(tiny()).play(some_requests("arithmetic", tasks=8, members=8), Sampling())
-    assert spy.steps[0] >= 48 and spy.steps[-1] < 32
+    assert spy.steps[0] == 64 and spy.steps[-1] < 32
+
+
+def test_rows_never_idle_while_episodes_wait(monkeypatch):
+    spy = Spy(monkeypatch)
+    lengths = [2, 16] * 24  # waves of 8 rows would take 6 x 16 steps
+    requests = [
+        replace(request, max_completion_tokens=length)
+        for request, length in zip(some_requests("arithmetic", 12, 4), lengths, strict=True)
+    ]
+    engine = engine_of(tiny(), decoding=Decoding(max_rows=8), ignore_eos=True)
+    trajectories, _ = engine.play(requests, Sampling())
+    assert [len(row.turns[0].action) for row in trajectories] == lengths
+    assert len(spy.steps) < 75  # 54 when no row waits for another
+
+
+HARD = [
+    Decoding(max_rows=1), Decoding(max_rows=5), Decoding(env_threads=3, max_rows=6), Decoding(compile_when="always"),
+    Decoding(compile_when="always", max_rows=7), Decoding(max_cache_bytes=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decoding", HARD, ids=str)
+@pytest.mark.parametrize("environment", ["arithmetic", "recurring"])
+def test_the_same_tokens_however_they_are_decoded(environment, decoding):
+    policy = adapted()
+    requests = some_requests(environment, tasks=4)
+    plain, statistics = engine_of(policy, mode="sequential").play(requests, Sampling(), with_margins=True)
+    engine = engine_of(policy, decoding=decoding)
+    got, _ = engine.play(requests, Sampling())
+    assert count_ties(zip(plain, got, strict=True), statistics.margins) <= 1
+    again, _ = engine.play(requests[::-1], Sampling())  # the other way round, with what was compiled before
+    assert count_ties(zip(plain, again[::-1], strict=True), statistics.margins) <= 1
+    batch = collate([Group("all", tuple(got))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
+
+
+def adapted():
+    """A policy whose adapter does something."""
+    policy = tiny()
+    for name, module in policy.model.named_modules():
+        if isinstance(module, LoRALinear):
+            key = mx.random.key(len(name))
+            module.lora_b = mx.random.normal(module.lora_b.shape, scale=0.05, key=key)
+    return policy
+
+
+@pytest.mark.parametrize("compile_when", ["never", "always"])
+def test_a_policy_that_learned_is_sampled_as_it_is_now(compile_when):
+    policy = adapted()
+    engine = engine_of(policy, decoding=Decoding(compile_when=compile_when, merge_adapter="auto"))
+    requests = some_requests("arithmetic")
+    before, _ = engine.play(requests, Sampling())
+    for _, module in policy.model.named_modules():
+        if isinstance(module, LoRALinear):
+            module.lora_b = -4 * module.lora_b
+    after, _ = engine.play(requests, Sampling())
+    assert [row.tokens for row in before] != [row.tokens for row in after]
+    batch = collate([Group("all", tuple(after))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
+
+
+def test_an_adapter_is_merged_for_the_rollout_alone():
+    policy = adapted()
+    engine = engine_of(policy, decoding=Decoding(merge_adapter="auto"))
+    before = base_hash(policy.model)
+    assert engine.merges and "one weight" in engine.merge_reason
+    engine.play(some_requests("arithmetic"), Sampling())
+    assert base_hash(policy.model) == before
+    assert any(isinstance(module, LoRALinear) for _, module in policy.model.named_modules())
+
+
+def test_an_adapter_is_not_merged_into_quantised_weights_nor_beyond_the_memory():
+    quantised = tiny(precision="4bit")
+    engine = engine_of(quantised, decoding=Decoding(merge_adapter="auto"))
+    assert not engine.merges and "quantised" in engine.merge_reason
+    with pytest.raises(ConfigError, match=r"rollout\.merge_adapter: got always"):
+        engine_of(quantised, decoding=Decoding(merge_adapter="always"))
+    small = engine_of(tiny(), decoding=Decoding(merge_adapter="auto", memory_bytes=1_000_000))
+    assert not small.merges and "60%" in small.merge_reason
+    assert engine_of(tiny(), decoding=Decoding(merge_adapter="always", memory_bytes=1)).merges
+
+
+def test_what_is_kept_is_what_the_shapes_say(monkeypatch):
+    policy = tiny()
+    limits = {"max_completion_tokens": 40, "ignore_eos": True}
+    requests = some_requests("arithmetic", tasks=4, members=8)
+    trajectories, statistics = engine_of(policy, **limits).play(requests, Sampling())
+    longest = max(len(row.turns[0].context) for row in trajectories) + 40
+    config = policy.config
+    predicted = kv_bytes(
+        layers=config["num_hidden_layers"], kv_heads=config["num_key_value_heads"], head_size=config["head_dim"],
+        number_bytes=4, rows=32, tokens=longest,
+    )  # fmt: skip
+    assert abs(statistics.highest_kept_bytes - predicted) <= 0.02 * predicted
+
+
+def test_a_small_bound_on_what_is_kept_means_fewer_rows(monkeypatch):
+    spy = Spy(monkeypatch)
+    policy = tiny()
+    row = engine_of(policy).row_bytes(256)
+    engine = engine_of(policy, decoding=Decoding(max_cache_bytes=3 * row + 1), max_episode_tokens=256)
+    trajectories, statistics = engine.play(some_requests("recurring", tasks=3), Sampling())
+    assert len(trajectories) == 12 and max(spy.steps) == 3
+    assert statistics.highest_kept_bytes <= 3 * row
+
+
+@pytest.mark.parametrize("compile_when", ["never", "always"])
+def test_memory_does_not_grow_over_many_rollouts(compile_when):
+    policy = tiny()
+    engine = engine_of(policy, decoding=Decoding(compile_when=compile_when), ignore_eos=True)
+    active = []
+    for number in range(200):
+        requests = [
+            replace(request, max_completion_tokens=1 + (number * 7 + row) % 16)
+            for row, request in enumerate(some_requests("arithmetic", tasks=1 + number % 3, members=2, step=number))
+        ]
+        engine.play(requests, Sampling())
+        mx.clear_cache()
+        active.append(mx.get_active_memory())
+    assert max(active[100:]) <= 1.01 * max(active[20:100])
+
+
+def test_slow_environments_answer_at_the_same_time_and_change_nothing():
+    class Sleeping:
+        max_turns = 3
+
+        def __init__(self, member):
+            self.member, self.turn = member, 0
+
+        def reset(self):
+            return f"red {self.member}"
+
+        def step(self, action):
+            time.sleep(0.002 * (self.member % 3))  # they overtake one another
+            self.turn += 1
+            return StepResult(f"door {self.turn} {action[:3]}", 1.0, False)
+
+        def state_id(self, observation):
+            return observation
+
+    requests = [EpisodeRequest("sleep", n, lambda n=n: Sleeping(n), ("sleep", n)) for n in range(12)]
+    play = lambda **how: engine_of(tiny(), decoding=Decoding(**how), max_completion_tokens=6).play(requests, Sampling())
+    alone, _ = play()
+    threaded, statistics = play(max_rows=4, env_threads=5)
+    assert [row.tokens for row in threaded] == [row.tokens for row in alone]
+    assert [[turn.state for turn in row.turns] for row in threaded] == [
+        [turn.state for turn in row.turns] for row in alone
+    ]
+    assert statistics.env_seconds > 0
+
+
+def test_an_environment_that_fails_in_a_thread_ends_the_rollout_by_its_name():
+    class Failing(Countdown):
+        def step(self, action):
+            raise ValueError("no such door")
+
+    requests = [EpisodeRequest("broken", member, Failing, (member,)) for member in range(4)]
+    with pytest.raises(EnvironmentFailure, match=r"task 'broken', turn 1.*no such door"):
+        engine_of(tiny(), decoding=Decoding(env_threads=2)).play(requests, Sampling())
+
+
+def test_a_long_prompt_is_read_in_pieces(monkeypatch):
+    policy = tiny()
+    long = "red door " * 40
+    requests = [
+        EpisodeRequest(str(n), 0, lambda text=text: Countdown(text), ("long", n))
+        for n, text in enumerate([long, "red"])
+    ]
+    whole, _ = engine_of(policy).play(requests, Sampling())
+    monkeypatch.setattr(stepping, "PASS_TOKENS", 64)
+    pieces, _ = engine_of(policy).play(requests, Sampling())
+    assert [row.tokens for row in pieces] == [row.tokens for row in whole]
+    batch = collate([Group("all", tuple(pieces))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 
 def test_an_action_ends_with_its_sampled_eos_and_the_eos_is_trained():
@@ -161,7 +361,7 @@ def test_a_prompt_over_the_limit_is_refused_by_name():
 
 
 def test_a_family_that_keeps_more_than_plain_kv_is_played_one_by_one_and_says_so(monkeypatch):
-    monkeypatch.setattr(BatchedDecoder, "supports", staticmethod(lambda model: False))
+    monkeypatch.setattr(engines, "kept_by", lambda model: None)
     engine = engine_of(tiny())
     assert engine.mode == "sequential" and "one by one" in engine.mode_reason
     trajectories, _ = engine.play(some_requests("arithmetic", 1, 2), Sampling())
@@ -204,11 +404,11 @@ class Countdown:
 
     max_turns = 5
 
-    def __init__(self):
-        self.turn = 0
+    def __init__(self, opening="start"):
+        self.turn, self.opening = 0, opening
 
     def reset(self):
-        return "start"
+        return self.opening
 
     def step(self, action):
         self.turn += 1

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import check_mac
 from mlxrl_runs.check import equivalence
 from mlxrl_runs.policy.shared_prompt import _PromptCache
+from mlxrl_runs.rollout.blocks import DenseBlocks
 from mlxrl_runs.training.score import score
 
 
@@ -72,6 +73,11 @@ def broken_batching(monkeypatch):
     monkeypatch.setattr(equivalence, "compare", parts_by_chance)
 
 
+def broken_compiling(monkeypatch):
+    logits = DenseBlocks.logits
+    monkeypatch.setattr(DenseBlocks, "logits", lambda blocks, x, weights: 1.1 * logits(blocks, x, weights))
+
+
 def broken_temperature(monkeypatch):
     monkeypatch.setattr(check_mac.check, "score", lambda *args, **kwargs: score(args[0], args[1], 1.1, **kwargs))
 
@@ -85,6 +91,7 @@ def broken_checkpointing(monkeypatch):
 
 BROKEN = {
     "batched = one by one": broken_batching,
+    "compiled = plain": broken_compiling,
     "sampled log-probability = training pass": broken_temperature,
     "adapters off = base": broken_off_switch,
     "saved adapter = live": broken_adapter,

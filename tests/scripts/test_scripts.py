@@ -1,12 +1,15 @@
 """The scripts run and write what they say; what they measure is for people to read."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import mlx_lm
 import pytest
+
+from mlxrl_runs.rollout.engine import EpisodeRequest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -19,17 +22,82 @@ def run(name, *arguments):
     return done.stdout
 
 
-def test_the_rollout_benchmark_compares_equal_tokens(tmp_path):
-    printed = run("bench_rollout.py", "--rows", "4", "--tokens", "6", "--json", str(tmp_path / "out.json"))
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["rows"] == result["equal_rows"] == 4
-    assert f"{result['speedup']:.1f} times" in printed
+TINY_BENCH = ("--rows", "4", "--tokens", "6", "--requests", "12", "--slots", "4", "--episodes", "8", "--repeats", "1")
+
+
+def rollout_cases(folder, *arguments):
+    """What was printed, and each case's systems by name. Packages that are not installed are left out."""
+    printed = run("bench_rollout.py", *TINY_BENCH, *arguments, "--json", str(folder / "out.json"))
+    cases = json.loads((folder / "out.json").read_text())["cases"]
+    systems = {
+        case["case"]: {
+            system["name"]: system
+            for system in case["systems"]
+            if not system.get("error", "").startswith("not installed: ml")
+        }
+        for case in cases
+    }
+    return printed, cases, systems
+
+
+def test_the_rollout_benchmark_measures_equal_work(tmp_path):
+    printed, (fixed, played), systems = rollout_cases(tmp_path, "--cases", "fixed,multi_turn")
+    assert {system["tokens"] for system in systems["fixed"].values()} == {4 * 6}  # EOS ends nothing, in no system
+    assert fixed["equal_rows"] == played["equal_rows"] == {"ours, one by one": "4 of 4"}
+    ours, generator = systems["fixed"]["ours"], systems["fixed"]["mlx-lm BatchGenerator"]
+    assert ours["to_batch_generator"] == ours["tokens_per_second"] / generator["tokens_per_second"]
+    assert 0 < ours["tokens_per_second"] < fixed["limit_tokens_per_second"]
+    assert f"| ours | {ours['tokens_per_second']:,.0f} |" in printed
+
+
+NEW_ENGINE = pytest.mark.skipif(
+    "max_completion_tokens" not in EpisodeRequest.__dataclass_fields__, reason="requests have no length of their own"
+)
+
+
+@NEW_ENGINE
+def test_rows_of_many_lengths_and_slow_worlds_are_measured_on_equal_work(tmp_path):
+    _, (geometric, slow), systems = rollout_cases(tmp_path, "--cases", "geometric,slow_env")
+    alone = {name: system["tokens"] for name, system in systems["geometric"].items()}
+    assert alone["ours"] == alone["ours, fixed waves"] == alone["mlx-lm BatchGenerator"]
+    assert alone["ours, one by one"] == alone["mlx-lm stream_generate"] < alone["ours"] < 12 * 6
+    assert geometric["equal_rows"] == {"ours, fixed waves": "12 of 12", "ours, one by one": "4 of 4"}
+    assert slow["equal_rows"] == {"ours, slow env": "8 of 8"}
+    assert systems["slow_env"]["ours, slow env"]["seconds"] > 0.02
+
+
+def test_the_step_benchmark_gives_time_for_each_token(tmp_path):
+    given = ("--tasks", "2", "--group-size", "2", "--tokens", "6", "--steps", "1", "--repeats", "1")
+    printed = run("bench_step.py", *given, "--json", str(tmp_path / "out.json"))
+    ours, *others = json.loads((tmp_path / "out.json").read_text())["systems"]
+    assert 4 <= ours["tokens"] <= 2 * 2 * 6 and ours["ours_to_it"] == 1
+    # a row has 1-6 tokens and there are 4 of them in each step, whose time is `seconds`
+    assert ours["seconds"] * 1000 / 24 <= ours["milliseconds_per_token"] <= ours["seconds"] * 1000 / 4
+    assert all("tokens" in other or other["error"].startswith("not installed: ml") for other in others)
+    assert f"| ours | {ours['milliseconds_per_token']:.3f} |" in printed
 
 
 def test_the_equivalence_check_counts_what_it_compared(tmp_path):
     run("check_equivalence.py", "--tokens", "300", "--json", str(tmp_path / "out.json"))
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["tokens"] >= 300 and result["errors"] == 0
+
+
+def test_the_page_of_upstream_defects_names_each_reproduction_and_no_other(tmp_path):
+    run(
+        "upstream.py",
+        "--only",
+        "eos_argument_only_adds",
+        "masked_decode_attention",
+        "--json",
+        str(tmp_path / "out.json"),
+    )
+    found = {entry["name"]: entry["state"] for entry in json.loads((tmp_path / "out.json").read_text())["defects"]}
+    assert found["eos_argument_only_adds"] in ("still there", "gone") and len(found) == 2
+    source = (SCRIPTS / "upstream.py").read_text()
+    reproductions = set(re.findall(r"^    Defect\((\w+)", source, re.MULTILINE))
+    page = set(re.findall(r"\*\*(\w+)\*\*", (SCRIPTS.parent / "docs/upstream.md").read_text()))
+    assert reproductions == page
 
 
 @pytest.mark.slow
@@ -49,4 +117,5 @@ def test_the_learning_benchmark_prints_a_row_a_run_and_the_page_is_written_from_
     startup = {"help_seconds": 0.1, "bad_key_seconds": 0.5, "first_step_seconds": 4.0}
     (tmp_path / "startup.json").write_text(json.dumps(startup))
     run("write_benchmarks.py", "--folder", str(tmp_path), "--out", str(tmp_path / "page.md"))
-    assert "| gigpo | 0 |" in (tmp_path / "page.md").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "| gigpo | 0 |" in page and "### fixed: rows 4" in page

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxrl_runs.core.trajectory import Trajectory
-from mlxrl_runs.rollout.engine import EpisodeRequest, RolloutEngine
+from mlxrl_runs.rollout.engine import RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest
 from mlxrl_runs.rollout.sampling import Sampling
 
 

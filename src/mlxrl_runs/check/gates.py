@@ -22,11 +22,13 @@ from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.errors import Interrupted
 from mlxrl_runs.maths.scalars import number
+from mlxrl_runs.memory.limits import memory_size_bytes
 from mlxrl_runs.policy.adapters import adapters_merged, adapters_off, put_on_by_mlx_lm, swapped_in
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.export import answer
 from mlxrl_runs.policy.load import Policy
-from mlxrl_runs.rollout.engine import EpisodeRequest, Limits, RolloutEngine
+from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.schema import FullAdapter, RolloutMode, RunConfig
@@ -228,11 +230,15 @@ class Bench:
 
 
 def engine_of(
-    policy: Policy, config: RunConfig, *, mode: str, compile: str = "auto", stop: StopRequest | None = None
+    policy: Policy, config: RunConfig, *, mode: str, compile: str = "never", stop: StopRequest | None = None
 ) -> RolloutEngine:
-    """An engine on the policy, for short actions: what is compared does not depend on their length."""
+    """An engine on the policy, for short actions: what is compared does not depend on their length.
+
+    Its adapter is not merged, which is another thing to compare.
+    """
     chat = ChatFormat(policy.tokenizer, config.model.thinking)
-    return RolloutEngine(policy.model, chat, policy.eos_ids, Limits(ACTION_TOKENS), mode=mode, stop=stop)
+    decoding = Decoding(mode=mode, compile_when=compile, repeatable=config.reproducible)
+    return RolloutEngine(policy.model, chat, policy.eos_ids, Limits(ACTION_TOKENS), decoding, stop=stop)
 
 
 def requests_of_round(turn: int) -> list[EpisodeRequest]:
@@ -283,11 +289,10 @@ def batched_is_one_by_one(bench: Bench) -> "Finding | DoesNotApply":
 
 def compiled_is_plain(bench: Bench) -> "Finding | DoesNotApply":
     """The same episodes from decoding steps that are compiled and that are not."""
-    plain, compiled = (
-        engine_of(bench.policy, bench.config, mode=bench.together.mode, compile=choice, stop=bench.stop)
-        for choice in ("never", "always")
-    )
-    return _agreement(bench, plain, compiled)
+    if bench.together.mode != RolloutMode.BATCHED:
+        return DoesNotApply(f"nothing is compiled there: {bench.together.mode_reason}")
+    compiled = engine_of(bench.policy, bench.config, mode=RolloutMode.BATCHED, compile="always", stop=bench.stop)
+    return _agreement(bench, bench.together, compiled)
 
 
 def _agreement(bench: Bench, one: RolloutEngine, other: RolloutEngine) -> Finding:
@@ -351,6 +356,7 @@ Gate = Callable[[Bench], "Finding | DoesNotApply"]
 NO_ADAPTER = "every weight is trained, there is no adapter"
 GATES: Mapping[str, Gate] = {
     "batched = one by one": batched_is_one_by_one,
+    "compiled = plain": compiled_is_plain,
     "sampled log-probability = training pass": sampled_is_trained,
     "adapters off = base": adapters_off_is_base,
     "saved adapter = live": saved_adapter_is_live,
@@ -363,13 +369,18 @@ GATES: Mapping[str, Gate] = {
 
 
 def merged_adapter(bench: Bench) -> "Finding | DoesNotApply":
-    """The policy, and its adapter merged into the base, which rounds: on a quantised base much."""
-    if bench.policy.adapter_config is None:
-        return DoesNotApply(NO_ADAPTER)
+    """The policy, and the one it is sampled with where rollout.merge_adapter makes base + adapter one weight."""
+    policy, wish = bench.policy, bench.config.rollout.merge_adapter
+    decoding = Decoding(merge_adapter=wish, memory_bytes=memory_size_bytes())
+    engine = RolloutEngine(policy.model, bench.together.chat, policy.eos_ids, Limits(ACTION_TOKENS), decoding)
+    if not engine.merges:
+        return DoesNotApply(engine.merge_reason)
     live = probe_logp(bench.policy)
     with adapters_merged(bench.policy.model):
         merged = probe_logp(bench.policy)
-    return _of_probes(bench, live, merged, "a probe's next tokens, against mlx-lm's fuse of every adapted layer")
+    return _of_probes(
+        bench, live, merged, "a probe's next tokens, against base + adapter in one weight, as sampled from"
+    )
 
 
 INFORMATION: Mapping[str, Gate] = {"merged adapter": merged_adapter}

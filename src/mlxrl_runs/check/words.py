@@ -7,6 +7,7 @@ from mlxrl_runs.errors import CheckFailed
 
 ADVICE: Mapping[str, str] = {
     "batched = one by one": "rollout.mode=sequential samples one by one.",
+    "compiled = plain": "rollout.compile=never decodes with mlx-lm's own classes.",
     "sampled log-probability = training pass": (
         "model.precision=float32 rounds less; without it, what is trained on is not what was sampled."
     ),

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,7 @@ class Arithmetic(Settings):
         explain: put the expected format before the problem; for models that do not know it yet.
     """
 
+    max_turns: ClassVar[int] = 1
     name: Literal["arithmetic"]
     min_operand: Int
     max_operand: Int
@@ -109,7 +110,7 @@ def _bracketed(number: int) -> str:
 class Problem:
     """One problem, one answer."""
 
-    max_turns = 1
+    max_turns = Arithmetic.max_turns
 
     def __init__(self, settings: Arithmetic, problem: str):
         self._settings = settings

@@ -133,30 +133,24 @@ def is_fresh(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, every adapted layer is replaced by the frozen layer it wraps: the model is its base, bit for bit."""
-    adapted = _adapted(model)
-    model.update_modules(tree_unflatten([(name, module.linear) for name, module in adapted]))
-    try:
+    with _replaced(model, {name: module.linear for name, module in _adapted(model)}):
         yield
-    finally:
-        model.update_modules(tree_unflatten(adapted))
-
-
-class _MergedAtEachCall(nn.Module):
-    """The one layer that mlx-lm's fuse makes of an adapted one, made anew at each call: no copy of weights stays."""
-
-    def __init__(self, adapted: nn.Module):
-        super().__init__()
-        self.adapted = adapted
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.adapted.fuse()(*args, **kwargs)
 
 
 @contextmanager
 def adapters_merged(model: nn.Module) -> Iterator[None]:
-    """Inside, every adapter is merged into its layer's weights, which are quantised again where they were."""
+    """Inside, every adapted layer is one plain layer whose weights are base + adapter, rounded to the base's format.
+
+    Needs a base of floats: quantised weights would have to be quantised anew.
+    """
+    with _replaced(model, {name: module.fuse() for name, module in _adapted(model)}):
+        yield
+
+
+@contextmanager
+def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     adapted = _adapted(model)
-    model.update_modules(tree_unflatten([(name, _MergedAtEachCall(module)) for name, module in adapted]))
+    model.update_modules(tree_unflatten(list(modules.items())))
     try:
         yield
     finally:
@@ -170,6 +164,16 @@ def put_on_by_mlx_lm(model: nn.Module, folder: Path) -> Iterator[None]:
         load_adapters(model, str(folder))
         model.eval()
         yield
+
+
+def can_merge(model: nn.Module) -> bool:
+    """Whether base + adapter can be one weight without being quantised anew."""
+    return all(mx.issubdtype(module.linear.weight.dtype, mx.floating) for _, module in _adapted(model))
+
+
+def merged_bytes(model: nn.Module) -> int:
+    """What the weights of `adapters_merged` take beside those of the model; 0 without an adapter."""
+    return sum(module.linear.weight.nbytes for _, module in _adapted(model))
 
 
 @contextmanager

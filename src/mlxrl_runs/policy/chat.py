@@ -65,6 +65,24 @@ class ChatFormat:
             before = before.removeprefix(self._tokenizer.eos_token)
         return self._encode(before, observation, self._after_next + prefix)
 
+    def token_id(self, token: int | str, key: str) -> int:
+        """The id of a token given by its id or its text.
+
+        Args: key: the config's key that named it, for messages.
+        Raises: ConfigError when the text is not one token, or the id is none of the tokenizer's.
+        """
+        if isinstance(token, int):
+            if not 0 <= token < len(self._tokenizer):
+                raise ConfigError(f"{key}: got token {token}; allowed: 0 to {len(self._tokenizer) - 1} with this model")
+            return token
+        ids = self._tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{key}: got {token!r}; allowed: a text that is one token of this model, or a token's id. "
+                f"This one is {len(ids)}: {', '.join(map(str, ids))}."
+            )
+        return int(ids[0])
+
     def action_tokens(self, text: str) -> list[int]:
         """What a policy that writes `text` and ends there has sampled."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]

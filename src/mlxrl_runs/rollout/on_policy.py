@@ -6,8 +6,10 @@ from functools import partial
 from mlxrl_runs.core.protocols import EnvironmentFamily
 from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.trajectory import Group, Trajectory
-from mlxrl_runs.rollout.engine import EpisodeRequest, RolloutEngine, RolloutStatistics
+from mlxrl_runs.rollout.engine import RolloutEngine
+from mlxrl_runs.rollout.episodes import EpisodeRequest
 from mlxrl_runs.rollout.sampling import Sampling
+from mlxrl_runs.rollout.statistics import RolloutStatistics
 
 MAX_TRIES = 100  # draws for a task not yet in the step, before a repeated one is taken
 

@@ -66,8 +66,7 @@ class Evaluator:
         for first in range(0, len(sampled), self._members):
             of_task = sampled[first : first + self._members]
             requests += [*of_task, replace(of_task[0], greedy=True)]  # one a task: every other would be the same
-        parts = (requests[start : start + self._rows] for start in range(0, len(requests), self._rows))
-        played = [trajectory for part in parts for trajectory in self._engine.play(part, self._sampling)[0]]
+        played, _ = self._engine.play(requests, self._sampling, rows=self._rows)
         pairs = list(zip(requests, played, strict=True))
         return (
             [trajectory for request, trajectory in pairs if not request.greedy],
