@@ -10,7 +10,6 @@ episodes go their own ways, so an episode is compared up to there.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,18 @@ from mlxrl_runs import backend
 
 BACKEND = backend.prepare()
 
+from mlxrl_runs.check.equivalence import Agreement, play_both
 from mlxrl_runs.config import compose_config, validate
 from mlxrl_runs.core.seeding import generator
-from mlxrl_runs.core.trajectory import Trajectory
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy, open_policy
 from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
 from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.rollout.on_policy import requests_of
-from mlxrl_runs.rollout.sampling import Sampling
 
 TIE = 1e-4
 ROWS = 64  # decoded together
 UNDER = 50_000  # at most one tie in so many tokens is promised
-
-
-def compare(alone: Trajectory, together: Trajectory, margins: Sequence[float]) -> tuple[int, float | None]:
-    """How many action tokens were compared, and the margin where the two part (None where they do not)."""
-    drawn = [[token for turn in row.turns for token in turn.action] for row in (alone, together)]
-    for number, (one, other) in enumerate(zip(*drawn, strict=False)):
-        if one != other:
-            return number + 1, margins[number]
-    return len(drawn[0]), None
 
 
 def is_kept(result: dict[str, Any]) -> bool:
@@ -52,22 +41,16 @@ def measure(policy: Policy, tokens: int) -> dict[str, Any]:
     chat = ChatFormat(policy.tokenizer)
     ways = (Decoding(mode="sequential"), Decoding())
     engines = [RolloutEngine(policy.model, chat, policy.eos_ids, Limits(16), way) for way in ways]
-    compared, ties, errors, part = 0, 0, 0, 0
-    while compared < tokens:
+    found, part = Agreement(), 0
+    while found.tokens < tokens:
         name = ("recurring", "arithmetic")[part % 2]
         family = validate(compose_config([f"env={name}"])).env
         stream = generator("equivalence", part)
-        requests = requests_of(family, [family.sample_task(stream) for _ in range(ROWS // 4)], 4, 0, ("check", part))
-        alone, _ = engines[0].play(requests, Sampling())
-        together, statistics = engines[1].play(requests, Sampling(), with_margins=True)
-        assert statistics.margins is not None
-        for request, one, other in zip(requests, alone, together, strict=True):
-            count, margin = compare(one, other, statistics.margins[request.key])
-            compared += count
-            ties += margin is not None and margin < TIE
-            errors += margin is not None and margin >= TIE
+        tasks = [family.sample_task(stream) for _ in range(ROWS // 4)]
+        found += play_both(*engines, requests_of(family, tasks, 4, 0, ("check", part)))
         part += 1
-    return {"backend": BACKEND.name, "tokens": compared, "ties": ties, "errors": errors}
+    ties = found.ties(TIE)
+    return {"backend": BACKEND.name, "tokens": found.tokens, "ties": ties, "errors": len(found.margins) - ties}
 
 
 def main() -> int:

@@ -23,14 +23,12 @@ BACKEND = backend.prepare()
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten
 
 import bench_rollout
 import bench_startup
-import check_equivalence
+from mlxrl_runs.check import gates as check
 from mlxrl_runs.config import RunConfig, compose_config, validate
 from mlxrl_runs.core.batch import Batch, collate
-from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.doctor import examine
 from mlxrl_runs.memory.meter import Meter
@@ -41,14 +39,12 @@ from mlxrl_runs.rollout.engine import RolloutEngine
 from mlxrl_runs.rollout.episodes import Limits
 from mlxrl_runs.rollout.on_policy import group_up, requests_of
 from mlxrl_runs.rollout.sampling import Sampling
-from mlxrl_runs.run import open_policy_of
+from mlxrl_runs.run import base_logp_of, open_policy_of
 from mlxrl_runs.tracking.drawing import readable_bytes
 from mlxrl_runs.training.optimizer import LearningRate
 from mlxrl_runs.training.update import Updater
 
-LOGIT = 1e-4  # what a logit may differ by
-GRADIENT = 1e-4  # what a gradient may differ by, as a share of its largest number
-ADAPTER_SIZE = 0.02  # of the numbers an untrained adapter gets, so that it does something
+LOGIT = 1e-4  # what a logit of the fused export may differ by
 PRIVATE = ("executable", "package")  # paths may hold a person's name
 SMALL = {"tokens": 300, "rows": 4, "new_tokens": 8, "repeats": 1, "update_rows": 4, "update_tokens": 16}
 WHOLE = {"tokens": 8_000, "rows": 32, "new_tokens": 32, "repeats": 3, "update_rows": 8, "update_tokens": 256}
@@ -57,64 +53,32 @@ WHOLE = {"tokens": 8_000, "rows": 32, "new_tokens": 32, "repeats": 3, "update_ro
 # ---- gates
 
 
-def gate(difference: float, tolerance: float, **more: Any) -> dict[str, Any]:
-    """Passed unless the difference is larger than the tolerance, or no number."""
-    return {"difference": difference, "tolerance": tolerance, "passed": bool(difference <= tolerance), **more}
+def of_job_check(name: str) -> Callable[[int], dict[str, Any]]:
+    """A gate of job=check on the tiny model."""
 
+    def run(tokens: int) -> dict[str, Any]:
+        config = config_of("model=tiny")
+        bench = check.Bench(open_policy("model=tiny"), config, base_logp_of(config), tokens=tokens)
+        with check.stirred(bench.policy):
+            found = check.GATES[name](bench)
+        assert isinstance(found, check.Finding), f"{name} applies to the tiny model"
+        return found.as_json()
 
-def batched_is_sequential(tokens: int) -> dict[str, Any]:
-    """Tokens sampled together and one by one; `difference` counts those that part where rounding cannot explain it."""
-    found = check_equivalence.measure(open_policy("model=tiny"), tokens)
-    result = gate(found["errors"], 0, tokens=found["tokens"], ties=found["ties"])
-    return result | {"passed": check_equivalence.is_kept(found)}
-
-
-def adapters_off_is_base(_tokens: int) -> dict[str, Any]:
-    """Logits of an adapted model with its adapters off, and of the model that never had any."""
-    policy, base = adapted(), open_policy("adapter=full")
-    with policy.reference() as reference:
-        off = export.answer(reference, policy.tokenizer)
-    return gate(off.difference(export.answer(base.model, base.tokenizer)), LOGIT)
-
-
-def micro_batches_are_whole(_tokens: int) -> dict[str, Any]:
-    """The gradient of a batch in one piece, and in pieces of 3 rows. SGD at rate 1 moves weights by the gradient."""
-    gradients = []
-    for rows in (0, 3):
-        policy = adapted()
-        before = trainable(policy)
-        credited, algorithm = credited_batch(policy, "model=tiny", rows=16, tokens=16)
-        updater_of(policy, optim.SGD(learning_rate=1.0), rows, 1.0).update(algorithm, credited)
-        gradients.append({name: before[name] - array for name, array in trainable(policy).items()})
-    largest = max(mx.abs(array).max().item() for array in gradients[0].values())
-    apart = max(mx.abs(gradients[1][name] - array).max().item() for name, array in gradients[0].items())
-    return gate(apart / largest if largest else float("inf"), GRADIENT)
-
-
-def saved_adapter_is_live(_tokens: int) -> dict[str, Any]:
-    """Logits of a policy, and of what mlx-lm opens from its saved adapter."""
-    policy = adapted()
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save(Path(folder))
-        opened = export.reopened(export.base_folder(policy), Path(folder))
-    return gate(export.answer(policy.model, policy.tokenizer).difference(opened), LOGIT)
+    return run
 
 
 def fused_is_live(_tokens: int) -> dict[str, Any]:
     """Logits of a policy, and of what mlx-lm opens from its fused export."""
-    policy = adapted()
-    live = export.answer(policy.model, policy.tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
+    policy = open_policy("model=tiny")
+    with check.stirred(policy), tempfile.TemporaryDirectory() as folder:
+        live = export.answer(policy.model, policy.tokenizer)
         export.write_fused(policy, Path(folder), dequantize=False)
         opened = export.reopened(Path(folder), None)
-    return gate(live.difference(opened), LOGIT)
+    return check.Finding(live.difference(opened), LOGIT, "logits of a probe").as_json()
 
 
 GATES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "batched = one by one": batched_is_sequential,
-    "adapters off = base": adapters_off_is_base,
-    "micro-batches = whole": micro_batches_are_whole,
-    "saved adapter = live": saved_adapter_is_live,
+    **{name: of_job_check(name) for name in check.GATES},
     "fused export = live": fused_is_live,
 }
 
@@ -175,21 +139,6 @@ def open_policy(*overrides: str) -> Policy:
 THREADS = backend.blas_threads(BACKEND)
 
 
-def adapted() -> Policy:
-    """The tiny model with an adapter that changes what it says."""
-    policy = open_policy("model=tiny")
-    for number, (name, array) in enumerate(tree_flatten(policy.model.trainable_parameters())):
-        if name.endswith("lora_b"):
-            key = mx.random.key(derive_seed(0, "check", number))
-            noise = ADAPTER_SIZE * mx.random.normal(array.shape, key=key)
-            policy.model.load_weights([(name, noise)], strict=False)
-    return policy
-
-
-def trainable(policy: Policy) -> dict[str, mx.array]:
-    return {name: mx.array(array) for name, array in tree_flatten(policy.model.trainable_parameters())}
-
-
 def credited_batch(policy: Policy, model: str, rows: int, tokens: int) -> tuple[Batch, Any]:
     """Rows of full length, rolled out and credited by GRPO; members' returns are made to differ. Also the algorithm."""
     config = config_of(model, "env=arithmetic", "algorithm=grpo", "group_size=4")
@@ -212,7 +161,7 @@ def updater_of(policy: Policy, optimizer: optim.Optimizer, rows: int, learning_r
 # ---- the whole
 
 
-def check(size: dict[str, int]) -> dict[str, Any]:
+def measured(size: dict[str, int]) -> dict[str, Any]:
     """Every gate and every benchmark, with what machine they ran on. One that raises is one that does not pass."""
     started = time.perf_counter()
     report = examine(Path("outputs").absolute(), wants_wandb=False)
@@ -248,11 +197,12 @@ def attempted(run: Callable[[], dict[str, Any]], otherwise: dict[str, Any]) -> d
 def table(result: dict[str, Any]) -> str:
     mlx = result["machine"].get("mlx", {})
     lines = [f"{result['backend']}, {mlx.get('device', 'unknown device')}, {mlx.get('blas') or 'its own BLAS'}"]
-    lines += ["", f"{'gate':<24}{'difference':>12}{'allowed':>12}"]
+    width = max(map(len, ["gate", *result["gates"]]))
+    lines += ["", f"{'gate':<{width}}{'difference':>12}{'allowed':>12}"]
     for name, found in result["gates"].items():
         verdict = "passed" if found["passed"] else f"FAILED {found.get('error', '')}".rstrip()
         numbers = [f"{found[key]:.2g}" if key in found else "" for key in ("difference", "tolerance")]
-        lines.append(f"{name:<24}{numbers[0]:>12}{numbers[1]:>12}  {verdict}")
+        lines.append(f"{name:<{width}}{numbers[0]:>12}{numbers[1]:>12}  {verdict}")
     for name, figures in result["benchmarks"].items():
         lines += ["", name]
         shown = {key: value for key, value in figures.items() if key not in ("backend", "device")}
@@ -272,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("outputs/check-mac.json"))
     parser.add_argument("--small", action="store_true", help="in seconds; its figures mean nothing")
     arguments = parser.parse_args(argv)
-    result = check(SMALL if arguments.small else WHOLE)
+    result = measured(SMALL if arguments.small else WHOLE)
     print(table(result))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result, indent=2) + "\n")

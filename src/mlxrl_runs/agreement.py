@@ -86,11 +86,14 @@ def _rewards_have_an_answer(reward: Mapping[str, Any], env: Any) -> list[str]:
     ]
 
 
-def _checkpoint_is_for_evaluation(job: Any, checkpoint: str | None) -> list[str]:
+def _checkpoint_is_not_for_training(job: Any, checkpoint: str | None) -> list[str]:
     if checkpoint is None:
         return []
-    if job != Job.EVALUATE:
-        return [f"checkpoint: got {checkpoint!r}; only job=evaluate reads it. Try job=evaluate, or checkpoint=null."]
+    if job not in (Job.EVALUATE, Job.CHECK):
+        return [
+            f"checkpoint: got {checkpoint!r}; only job=evaluate and job=check read it. "
+            "Try job=evaluate, or checkpoint=null."
+        ]
     if not Path(checkpoint).expanduser().is_dir():
         return [
             f"checkpoint: {checkpoint} is no folder; allowed: a run's checkpoints/step_... or adapters folder. "
@@ -206,7 +209,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("reward",), _reward_labels_are_free),
     (("job", "reward"), _something_is_paid),
     (("reward", "env"), _rewards_have_an_answer),
-    (("job", "checkpoint"), _checkpoint_is_for_evaluation),
+    (("job", "checkpoint"), _checkpoint_is_not_for_training),
     (("model",), _model_source),
     (("model", "adapter"), _quantised_weights_are_not_trained),
     (("adapter",), _initial_adapter_is_there),

@@ -26,6 +26,7 @@ Reinforcement learning of language models on MLX, run as experiments.
 
 usage: python -m mlxrl_runs [KEY=VALUE ...]            train, evaluating before and after
        python -m mlxrl_runs job=evaluate [checkpoint=DIR]    score the model, or a checkpoint, on held-out tasks
+       python -m mlxrl_runs job=check [checkpoint=DIR]       does this model compute right here? exit 1 if not
        python -m mlxrl_runs job=doctor                 this machine, and what is wrong with it, for a bug report
        python -m mlxrl_runs -m KEY=A,B,C ...           one run for every combination
        python -m mlxrl_runs ls                         runs, newest first: how far each came and what it reached

@@ -27,6 +27,10 @@ class TrainingError(MlxrlError):
     """Training cannot go on (a loss or gradient that is not finite, say); the last checkpoint is intact."""
 
 
+class CheckFailed(MlxrlError):
+    """job=check found two ways to compute the same that differ on this model and machine."""
+
+
 class Interrupted(MlxrlError):
     """A signal asked the run to stop; everything was saved. The exit code is 128 + the signal."""
 

@@ -33,11 +33,13 @@ import mlx.core as mx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from mlxrl_runs.check.gates import Bench, examine, probe_logp  # noqa: E402
+from mlxrl_runs.check.words import require_whole, table  # noqa: E402
 from mlxrl_runs.memory.limits import applied_limits, memory_size_bytes  # noqa: E402
 from mlxrl_runs.memory.meter import Meter  # noqa: E402
 from mlxrl_runs.policy.chat import ChatFormat  # noqa: E402
 from mlxrl_runs.policy.export import talk_commands  # noqa: E402
-from mlxrl_runs.policy.load import Policy, open_policy  # noqa: E402
+from mlxrl_runs.policy.load import Policy, open_base, open_policy  # noqa: E402
 from mlxrl_runs.policy.source import cache_folder  # noqa: E402
 from mlxrl_runs.rollout.engine import Decoding, RolloutEngine  # noqa: E402
 from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits  # noqa: E402
@@ -75,10 +77,13 @@ def execute(
     if BACKEND.warning:
         console.print(Text(BACKEND.warning, style="bold red"), highlight=False, soft_wrap=True)
     with applied_limits(config.memory.cache_limit_gib, config.memory.wired_limit_gib) as limits:
+        base = base_logp_of(config) if config.job is Job.CHECK else None
         run = Run(config, folder, console, stop, overrides, sweep, callbacks)
         run.record_machine(limits)
         if config.job is Job.TRAIN:
             run.train()
+        elif config.job is Job.CHECK:
+            run.check(base)
         else:
             run.evaluate()
         return run
@@ -127,6 +132,28 @@ def open_policy_of(config: RunConfig, *, keep_reference: bool) -> Policy:
     )
 
 
+def base_logp_of(config: RunConfig) -> mx.array | None:
+    """(T, V) nats of job=check's probe under the model that never had an adapter; None under full training.
+
+    Asked for before the policy is opened: two copies of a model may not fit.
+    """
+    if isinstance(config.adapter, FullAdapter):
+        return None
+    model = config.model
+    base = open_base(
+        source=model.source,
+        path=model.path,
+        revision=model.revision,
+        shape=model.shape,
+        precision=model.precision,
+        seed=config.seed,
+    )
+    logp = probe_logp(base)
+    del base
+    fresh_memory()
+    return logp
+
+
 def prompt_of(config: RunConfig) -> str:
     """Something to say to the trained policy: what it reads last before it answers a held-out task, on one line."""
     try:
@@ -161,9 +188,9 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.tracker = make_trackers(
-            tracking=self.config.tracking.model_dump(mode="json"), folder=self.folder.path, console=self.console
-        )
+        # a check has no curves: its files and the console are all there is to it
+        tracking = {"name": "jsonl"} if self.config.job is Job.CHECK else self.config.tracking.model_dump(mode="json")
+        self.tracker = make_trackers(tracking=tracking, folder=self.folder.path, console=self.console)
         rollout = self.config.rollout
         self.policy = open_policy_of(self.config, keep_reference=self._compares)
         self._require_layers_enough()
@@ -267,6 +294,21 @@ class Run:
             self.tracker.log_evaluation("", scores)
             self.tracker.log(0, evaluation_metrics(scores))
 
+    def check(self, base: mx.array | None) -> None:
+        """job=check: every gate on this policy, or on a checkpoint; check.json has what was found.
+
+        Args: base: see `base_logp_of`.
+        Raises: CheckFailed when a gate is broken.
+        """
+        with self._closing({}, None):
+            if self.config.checkpoint is not None:
+                self.policy.load_weights(Path(self.config.checkpoint))
+            report = examine(Bench(self.policy, self.config, base, self.stop))
+            self.folder.write_json("check.json", report.as_json())
+            for line in table(report):
+                self.console.print(Text(line), highlight=False, soft_wrap=True)
+            require_whole(report)
+
     def generate(self, prompts: Sequence[str], *, max_tokens: int, greedy: bool, answer_prefix: str = "") -> list[str]:
         """What the policy answers to each prompt, put to it in its chat format."""
         engine = RolloutEngine(
@@ -307,7 +349,8 @@ class Run:
     ) -> None:
         self.summary = self._summary(state, evaluations, trainer)
         with suppress(OSError) if code else nullcontext():
-            self.folder.write_json("evaluation.json", evaluations)
+            if evaluations:
+                self.folder.write_json("evaluation.json", evaluations)
             self.folder.write_json("summary.json", self.summary)
         self.tracker.finish(self.summary, code)
         timings = {"rollout_step_milliseconds": self.engine.timings} if self.engine.timings else {}

@@ -42,6 +42,7 @@ OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 class Job(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
+    CHECK = "check"
     DOCTOR = "doctor"
 
 
@@ -339,7 +340,7 @@ class RunConfig(Settings):
         name: null means <algorithm>-<env>-<model>-G<group_size>-s<seed>.
         reproducible: give up what is faster and not the same bit for bit, on a GPU; a CPU has nothing to give up.
         group_size: G, episodes per task; a step rolls out group_size x tasks_per_step.
-        checkpoint: what job=evaluate scores; null for the base model.
+        checkpoint: what job=evaluate scores and job=check examines; null for the base model.
         reward: its parts, by the label they are logged under.
         algorithm, env: instances of the classes registered under the chosen names.
     """

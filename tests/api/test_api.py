@@ -272,7 +272,7 @@ def test_a_command_that_cannot_name_an_object_is_not_suggested(tmp_path, capsys)
     ("do", "message"),
     [
         (lambda config: evaluate(config, "no_such_folder"), "checkpoint"),
-        (lambda config: train(config.model_copy(update={"checkpoint": "/"})), "only job=evaluate reads it"),
+        (lambda config: train(config.model_copy(update={"checkpoint": "/"})), "only job=evaluate and job=check"),
         (lambda config: train(config.model_copy(update={"group_size": 1})), "group_size"),
     ],
 )

@@ -434,10 +434,11 @@ def test_how_often_layers_are_checkpointed_is_below_the_depth_of_the_model(tmp_p
         assert "allowed: none, layer, or every_k" in only_problem(f"memory.checkpoint={wrong}")
 
 
-def test_a_checkpoint_is_for_evaluation(tmp_path):
-    assert "only job=evaluate reads it" in only_problem(f"checkpoint={tmp_path}")
+def test_a_checkpoint_is_for_evaluation_and_for_the_check(tmp_path):
+    assert "only job=evaluate and job=check read it" in only_problem(f"checkpoint={tmp_path}")
     assert "is no folder" in only_problem("job=evaluate", f"checkpoint={tmp_path / 'nowhere'}")
-    assert load("job=evaluate", f"checkpoint={tmp_path}").checkpoint == str(tmp_path)
+    for job in ("evaluate", "check"):
+        assert load(f"job={job}", f"checkpoint={tmp_path}").checkpoint == str(tmp_path)
 
 
 def test_an_episode_must_hold_an_answer():

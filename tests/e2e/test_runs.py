@@ -137,6 +137,19 @@ def test_a_checkpoint_is_scored_as_it_was_at_the_end_of_its_run(finished, tmp_pa
         assert "held-out success: sampled" in done.stdout and "before training" not in done.stdout
 
 
+def test_the_check_of_a_trained_adapter_passes_and_is_no_evaluation(finished, tmp_path):
+    done = run("job=check", f"checkpoint={finished[1] / 'adapters'}", output=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = (tmp_path / "latest").resolve()
+    content = json.loads((folder / "check.json").read_text())
+    assert len(content["gates"]) == 7 and all(gate["passed"] for gate in content["gates"].values())
+    assert all(gate["difference"] <= gate["tolerance"] for gate in content["gates"].values())
+    assert done.stdout.count("   pass") == 7 and "merged adapter" in done.stdout
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["job"], record["state"], record["exit_code"]) == ("check", "finished", 0)
+    assert "held-out" not in done.stdout
+
+
 def test_the_sequential_twin_micro_batches_and_checkpointing_train_on_the_same_tokens(tmp_path):
     small = [*SHORT, "steps=1", "trainer.evaluation_episodes=4", "tasks_per_step=2"]
     twins = []

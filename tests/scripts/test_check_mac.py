@@ -2,13 +2,20 @@
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import check_mac
+from mlxrl_runs.check import equivalence
+from mlxrl_runs.policy.shared_prompt import _PromptCache
+from mlxrl_runs.rollout.blocks import DenseBlocks
+from mlxrl_runs.training.score import score
 
 
 @pytest.mark.slow
@@ -48,24 +55,48 @@ def broken_fuse(monkeypatch):
     monkeypatch.setattr(check_mac.export, "write_fused", forgets)
 
 
-def broken_reference(monkeypatch):
-    monkeypatch.setattr("mlxrl_runs.policy.load.adapters_off", lambda model: check_mac.tempfile.TemporaryDirectory())
+def broken_off_switch(monkeypatch):
+    monkeypatch.setattr(check_mac.check, "adapters_off", lambda model: nullcontext())
 
 
 def broken_micro_batches(monkeypatch):
     chunks = check_mac.Batch.chunks
-    monkeypatch.setattr(check_mac.Batch, "chunks", lambda batch, rows: list(chunks(batch, rows))[: 3 if rows else None])
+    monkeypatch.setattr(check_mac.Batch, "chunks", lambda batch, rows: list(chunks(batch, rows))[: 1 if rows else None])
 
 
-def broken_sampling(monkeypatch):
-    monkeypatch.setattr(check_mac.check_equivalence, "compare", lambda alone, together, margins: (1, 0.5))
+def broken_batching(monkeypatch):
+    compare = equivalence.compare
+
+    def parts_by_chance(one, other, margins):
+        return replace(compare(one, other, margins), margins=(0.5,))
+
+    monkeypatch.setattr(equivalence, "compare", parts_by_chance)
+
+
+def broken_compiling(monkeypatch):
+    logits = DenseBlocks.logits
+    monkeypatch.setattr(DenseBlocks, "logits", lambda blocks, x, weights: 1.1 * logits(blocks, x, weights))
+
+
+def broken_temperature(monkeypatch):
+    monkeypatch.setattr(check_mac.check, "score", lambda *args, **kwargs: score(args[0], args[1], 1.1, **kwargs))
+
+
+def broken_checkpointing(monkeypatch):
+    def loses_the_gradient(cache, arrays):
+        cache.keys, cache.values = map(mx.stop_gradient, arrays)
+
+    monkeypatch.setattr(_PromptCache, "leave", loses_the_gradient)
 
 
 BROKEN = {
-    "batched = one by one": broken_sampling,
-    "adapters off = base": broken_reference,
-    "micro-batches = whole": broken_micro_batches,
+    "batched = one by one": broken_batching,
+    "compiled = plain": broken_compiling,
+    "sampled log-probability = training pass": broken_temperature,
+    "adapters off = base": broken_off_switch,
     "saved adapter = live": broken_adapter,
+    "checkpointed = plain gradient": broken_checkpointing,
+    "micro-batches = whole": broken_micro_batches,
     "fused export = live": broken_fuse,
 }
 
@@ -82,7 +113,9 @@ def test_a_gate_that_fails_or_raises_is_exit_1_and_the_rest_still_runs(tmp_path,
     def raises(tokens):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(check_mac, "GATES", {"bad": lambda tokens: check_mac.gate(2.0, 1.0), "raises": raises})
+    monkeypatch.setattr(
+        check_mac, "GATES", {"bad": lambda tokens: check_mac.check.Finding(2.0, 1.0, "").as_json(), "raises": raises}
+    )
     monkeypatch.setattr(check_mac, "BENCHMARKS", {"speed": lambda size: {"tokens_per_second": 1234.5}})
     file = tmp_path / "check.json"
     assert check_mac.main(["--json", str(file)]) == 1
@@ -91,7 +124,3 @@ def test_a_gate_that_fails_or_raises_is_exit_1_and_the_rest_still_runs(tmp_path,
     assert result["benchmarks"]["speed"]["tokens_per_second"] == 1234.5
     out = capsys.readouterr().out
     assert "FAILED RuntimeError: no such kernel" in out and "A GATE FAILED" in out and "1,234.50" in out
-
-
-def test_a_difference_that_is_no_number_does_not_pass():
-    assert not check_mac.gate(float("nan"), 1.0)["passed"]

@@ -34,7 +34,7 @@ def _hidden_module(name: str) -> Iterator[None]:
 with _hidden_module("wandb"):
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
@@ -157,6 +157,15 @@ def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
         model.update_modules(tree_unflatten(adapted))
 
 
+@contextmanager
+def put_on_by_mlx_lm(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Inside, the model is its base with the adapter saved in `folder`, as `mlx_lm.load` puts it on."""
+    with adapters_off(model):
+        load_adapters(model, str(folder))
+        model.eval()
+        yield
+
+
 def can_merge(model: nn.Module) -> bool:
     """Whether base + adapter can be one weight without being quantised anew."""
     return all(mx.issubdtype(module.linear.weight.dtype, mx.floating) for _, module in _adapted(model))
@@ -169,7 +178,7 @@ def merged_bytes(model: nn.Module) -> int:
 
 @contextmanager
 def swapped_in(model: nn.Module, weights: Mapping[str, mx.array]) -> Iterator[None]:
-    """Inside, the model's trainable weights are these."""
+    """Inside, these take the place of the model's trainable weights of the same names."""
     live = tree_flatten(model.trainable_parameters())
     model.load_weights(list(weights.items()), strict=False)
     try:

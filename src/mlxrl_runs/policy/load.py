@@ -170,11 +170,7 @@ def open_policy(
         reference: see `Policy.reference_is`.
     Raises: ConfigError when the folder, the adapter's targets or its start are wrong.
     """
-    origin = locate(source, path, revision)
-    policy = _random(shape or "", seed, origin) if source == "random" else _from_files(source, origin, precision)
-    stored = _number_formats(policy.model)
-    policy.model, policy.config = with_precision(policy.model, policy.config, precision)
-    policy.is_as_stored = _number_formats(policy.model) == stored
+    policy = open_base(source=source, path=path, shape=shape, seed=seed, revision=revision, precision=precision)
     policy.reference_is, policy.keeps_reference = reference, keep_reference
     if adapter == "full":
         _unfreeze(policy.model)
@@ -189,6 +185,19 @@ def open_policy(
     policy.model.eval()
     mx.eval(policy.model.parameters())
     policy.fix_reference()
+    return policy
+
+
+def open_base(
+    *, source: str, path: str | None, shape: str | None, seed: int, revision: str | None, precision: str
+) -> Policy:
+    """The model of `open_policy` as it is before an adapter is put on and before anything is unfrozen."""
+    origin = locate(source, path, revision)
+    policy = _random(shape or "", seed, origin) if source == "random" else _from_files(source, origin, precision)
+    stored = _number_formats(policy.model)
+    policy.model, policy.config = with_precision(policy.model, policy.config, precision)
+    policy.is_as_stored = _number_formats(policy.model) == stored
+    policy.model.eval()
     return policy
 
 
