@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def is_fresh(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, every adapted layer is replaced by the frozen layer it wraps: the model is its base, bit for bit."""
-    with _replaced(model, {name: module.linear for name, module in _adapted(model)}):
+    with _replaced(model, lambda module: module.linear):
         yield
 
 
@@ -143,14 +143,14 @@ def adapters_merged(model: nn.Module) -> Iterator[None]:
 
     Quantised weights become numbers of the activations' format, which are not quantised anew.
     """
-    with _replaced(model, {name: module.fuse(dequantize=True) for name, module in _adapted(model)}):
+    with _replaced(model, lambda module: module.fuse(dequantize=True)):
         yield
 
 
 @contextmanager
-def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def _replaced(model: nn.Module, stand_in: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     adapted = _adapted(model)
-    model.update_modules(tree_unflatten(list(modules.items())))
+    model.update_modules(tree_unflatten([(name, stand_in(module)) for name, module in adapted]))
     try:
         yield
     finally:
