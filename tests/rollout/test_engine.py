@@ -120,6 +120,23 @@ def test_members_that_come_later_share_the_prompt_that_was_read_before(monkeypat
     assert [row.tokens for row in few] == [row.tokens for row in all_at_once]
 
 
+def test_a_prompt_kept_for_members_to_come_is_not_written_over():
+    # as many rows as prompts, all equally long: they begin as the prompts themselves. The third takes the place of the
+    # first, whose prompt must still be there for the second member
+    policy = tiny()
+    words = {"red": 2, "blue": 4, "green": 6}
+    requests = [
+        EpisodeRequest(word, member, lambda word=word: Once(word), (word, member), max_completion_tokens=length)
+        for member in range(2)
+        for word, length in words.items()
+    ]
+    assert len({len(policy.tokenizer(word)["input_ids"]) for word in words}) == 1
+    episodes, _ = engine_of(policy, decoding=Decoding(max_rows=2), ignore_eos=True).play(requests, Sampling())
+    batch = collate([Group("all", tuple(episodes))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
+
+
 def test_no_token_is_read_twice(monkeypatch):
     fed = []
     feed = SingleRow.feed
@@ -445,6 +462,12 @@ class Countdown:
 
     def state_id(self, observation):
         return f"state {self.turn} seen as {observation}"
+
+
+class Once(Countdown):
+    """Ends after one turn."""
+
+    max_turns = 1
 
 
 def test_the_anchor_is_the_state_the_action_was_taken_in_and_not_the_one_it_led_to():
