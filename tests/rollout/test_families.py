@@ -92,6 +92,33 @@ def test_a_row_that_ended_stays_as_it_was_whatever_is_queued_behind(family):
             assert mx.array_equal(old[read], new[1][read])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_short_row_writes_on_for_long_beside_a_long_one_that_ended(family):
+    # room for 32 tokens is enough for either: 30 + 1 and 3 + 12. Steps counted from the longest row pass 32
+    model, prompts = small_model(family), [list(range(5, 35)), SHORT]
+    kinds = kept_by(model)
+    stepper = Stepper(model, kinds, Way.PLAIN, Sampling(), frozenset())
+    rows = Rows.empty(kinds, 2, 1)
+    rows.make_room(32)
+    part = Rows.empty(kinds, 2, 1)
+    stepper.read(part, prompts)
+    rows.kept = [tuple(array[:, :, :32] for array in arrays) for arrays in part.kept]
+    cursor = Cursor(
+        tokens=mx.array([7, 8]), lengths=mx.array([30, 3]), active=mx.array([True, True]), drawn=mx.array([1, 1]),
+        limits=mx.array([2, 13]), keys=row_keys([("a",), ("b",)]), greedy=mx.array([True, True]), longest=30,
+        is_level=False,
+    )  # fmt: skip
+    written = []
+    for _ in range(12):
+        cursor, new = stepper.step(rows, cursor)
+        written.append(new.tokens[1].item())
+    alone, token = SingleRow(model), 8
+    alone.feed(SHORT)
+    for found in written:
+        token = mx.argmax(alone.feed([token])).item()
+        assert found == token
+
+
 class Talk:
     """Two turns; the first observation is as long as its task's name says."""
 
