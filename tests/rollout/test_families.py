@@ -7,7 +7,7 @@ from building import tiny
 from families import FAMILIES, MIXTURES, small_model
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
-from mlxrl_runs.core.trajectory import Group
+from mlxrl_runs.core.trajectory import Group, StopReason
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.precision import with_precision
@@ -150,5 +150,26 @@ def test_h10_every_family_samples_what_training_scores(family, compile_when):
     ]
     episodes, _ = engine.play(requests, Sampling())
     batch = collate([Group("all", tuple(episodes))])  # padded on the right, where nothing looks
+    scored, _ = action_logp(model, batch, 1.0)
+    assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4
+
+
+class Chat(Talk):
+    """Many turns, whatever is answered."""
+
+    max_turns = 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3_text"])
+def test_a_row_that_a_stop_string_ended_reads_on_from_there(family):
+    # states cannot be turned back: the row must not have read what was decoded behind the stop string
+    tokenizer = tiny().tokenizer
+    model = small_model(family, len(tokenizer))
+    limits = Limits(max_completion_tokens=12, stop_strings=("e", "1", "o"))
+    engine = RolloutEngine(model, ChatFormat(tokenizer), frozenset({1}), limits)
+    requests = [EpisodeRequest("chat", n, lambda: Chat(1), ("chat", n)) for n in range(12)]
+    episodes, _ = engine.play(requests, Sampling())
+    assert {turn.stop for episode in episodes for turn in episode.turns[:-1]} >= {StopReason.STOP_STRING}
+    batch = collate([Group("all", tuple(episodes))])
     scored, _ = action_logp(model, batch, 1.0)
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4

@@ -8,7 +8,7 @@ and all of them write on. Which rows share a batch is a function of what was sam
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -263,8 +263,13 @@ class Slots:
             if left == 0 or len(queued) >= 2 * ahead:
                 for _ in range(min(max(ahead, 1), len(queued))):
                     self._look(queued.popleft())
+                if self._must_look:
+                    cursor = replace(cursor, active=cursor.active & mx.array(self._who_writes()))
         while queued:
             self._look(queued.popleft())
+
+    def _who_writes(self) -> list[bool]:
+        return [slot in self._writing for slot in range(self.count)]
 
     def _left(self, slot: int) -> int:
         episode = self._episode(slot)
@@ -290,7 +295,7 @@ class Slots:
     def _cursor(self) -> Cursor:
         """What the device needs to know of every row."""
         slots = range(self.count)
-        writing = [slot in self._writing for slot in slots]
+        writing = self._who_writes()
         actions = [
             self._episode(slot).action.tokens if writes else [] for slot, writes in zip(slots, writing, strict=True)
         ]
