@@ -286,6 +286,35 @@ def test_a_small_bound_on_what_is_kept_means_fewer_rows(monkeypatch):
     assert statistics.highest_kept_bytes <= 3 * row
 
 
+def test_the_bound_on_what_is_kept_counts_prompts_for_members_to_come_and_episodes_in_threads():
+    policy, limits = tiny(), {"max_episode_tokens": 64, "ignore_eos": True}
+    row = engine_of(policy).row_bytes(64)
+    requests = some_requests("recurring", tasks=4, members=4)
+    requests = sorted(requests, key=lambda request: request.member)  # every prompt waits for more of its members
+    free, _ = engine_of(policy, **limits).play(requests, Sampling())
+    for rows, env_threads in ((4, 0), (5, 3)):
+        bounded = Decoding(max_cache_bytes=rows * row, env_threads=env_threads)
+        got, statistics = engine_of(policy, decoding=bounded, **limits).play(requests, Sampling())
+        assert statistics.highest_kept_bytes <= rows * row
+        assert [one.tokens for one in got] == [one.tokens for one in free]
+
+
+def test_an_episode_in_a_thread_holds_on_to_its_own_row_alone():
+    policy, active = tiny(), []
+
+    class Slow(Countdown):
+        def step(self, action):
+            time.sleep(0.02)
+            active.append(mx.get_active_memory())
+            return super().step(action)
+
+    requests = [EpisodeRequest("slow", n, Slow, ("slow", n), max_completion_tokens=2 + 3 * n) for n in range(16)]
+    engine = engine_of(policy, decoding=Decoding(max_rows=8, env_threads=8), max_completion_tokens=100, ignore_eos=True)
+    before = mx.get_active_memory()
+    _, statistics = engine.play(requests, Sampling())
+    assert max(active) - before < 2.5 * statistics.highest_kept_bytes  # 8 times with all rows of each moment
+
+
 @pytest.mark.parametrize("compile_when", ["never", "always"])
 def test_memory_does_not_grow_over_many_rollouts(compile_when):
     policy = tiny()
