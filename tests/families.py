@@ -24,6 +24,7 @@ FAMILIES = {
     "qwen3": SIZES,
     "gemma3_text": SIZES
     | {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "rope_local_base_freq": 1e4},
+    "gemma2": SIZES | {"num_key_value_heads": 2, "query_pre_attn_scalar": 32},  # computes attention itself
     "qwen3_moe": SIZES | EXPERTS,
     "qwen3_5": SIZES | LINEAR_ATTENTION,
     "qwen3_next": SIZES | EXPERTS | LINEAR_ATTENTION,

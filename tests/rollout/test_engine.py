@@ -120,6 +120,23 @@ def test_members_that_come_later_share_the_prompt_that_was_read_before(monkeypat
     assert [row.tokens for row in few] == [row.tokens for row in all_at_once]
 
 
+def test_a_prompt_kept_for_members_to_come_is_not_written_over():
+    # as many rows as prompts, all equally long: they begin as the prompts themselves. The third takes the place of the
+    # first, whose prompt must still be there for the second member
+    policy = tiny()
+    words = {"red": 2, "blue": 4, "green": 6}
+    requests = [
+        EpisodeRequest(word, member, lambda word=word: Once(word), (word, member), max_completion_tokens=length)
+        for member in range(2)
+        for word, length in words.items()
+    ]
+    assert len({len(policy.tokenizer(word)["input_ids"]) for word in words}) == 1
+    episodes, _ = engine_of(policy, decoding=Decoding(max_rows=2), ignore_eos=True).play(requests, Sampling())
+    batch = collate([Group("all", tuple(episodes))])
+    logp, _ = action_logp(policy.model, batch, 1.0)
+    assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
+
+
 def test_no_token_is_read_twice(monkeypatch):
     fed = []
     feed = SingleRow.feed
@@ -272,6 +289,35 @@ def test_a_small_bound_on_what_is_kept_means_fewer_rows(monkeypatch):
     trajectories, statistics = engine.play(some_requests("recurring", tasks=3), Sampling())
     assert len(trajectories) == 12 and max(spy.steps) == 3
     assert statistics.highest_kept_bytes <= 3 * row
+
+
+def test_the_bound_on_what_is_kept_counts_prompts_for_members_to_come_and_episodes_in_threads():
+    policy, limits = tiny(), {"max_episode_tokens": 64, "ignore_eos": True}
+    row = engine_of(policy).row_bytes(64)
+    requests = some_requests("recurring", tasks=4, members=4)
+    requests = sorted(requests, key=lambda request: request.member)  # every prompt waits for more of its members
+    free, _ = engine_of(policy, **limits).play(requests, Sampling())
+    for rows, env_threads in ((4, 0), (5, 3)):
+        bounded = Decoding(max_cache_bytes=rows * row, env_threads=env_threads)
+        got, statistics = engine_of(policy, decoding=bounded, **limits).play(requests, Sampling())
+        assert statistics.highest_kept_bytes <= rows * row
+        assert [one.tokens for one in got] == [one.tokens for one in free]
+
+
+def test_an_episode_in_a_thread_holds_on_to_its_own_row_alone():
+    policy, active = tiny(), []
+
+    class Slow(Countdown):
+        def step(self, action):
+            time.sleep(0.02)
+            active.append(mx.get_active_memory())
+            return super().step(action)
+
+    requests = [EpisodeRequest("slow", n, Slow, ("slow", n), max_completion_tokens=2 + 3 * n) for n in range(16)]
+    engine = engine_of(policy, decoding=Decoding(max_rows=8, env_threads=8), max_completion_tokens=100, ignore_eos=True)
+    before = mx.get_active_memory()
+    _, statistics = engine.play(requests, Sampling())
+    assert max(active) - before < 2.5 * statistics.highest_kept_bytes  # 8 times with all rows of each moment
 
 
 @pytest.mark.parametrize("compile_when", ["never", "always"])
@@ -450,6 +496,12 @@ class Countdown:
 
     def state_id(self, observation):
         return f"state {self.turn} seen as {observation}"
+
+
+class Once(Countdown):
+    """Ends after one turn."""
+
+    max_turns = 1
 
 
 def test_the_anchor_is_the_state_the_action_was_taken_in_and_not_the_one_it_led_to():

@@ -7,7 +7,7 @@ from building import tiny
 from families import FAMILIES, MIXTURES, small_model
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
-from mlxrl_runs.core.trajectory import Group
+from mlxrl_runs.core.trajectory import Group, StopReason
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.forward import action_logp
 from mlxrl_runs.policy.precision import with_precision
@@ -92,6 +92,33 @@ def test_a_row_that_ended_stays_as_it_was_whatever_is_queued_behind(family):
             assert mx.array_equal(old[read], new[1][read])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_short_row_writes_on_for_long_beside_a_long_one_that_ended(family):
+    # room for 32 tokens is enough for either: 30 + 1 and 3 + 12. Steps counted from the longest row pass 32
+    model, prompts = small_model(family), [list(range(5, 35)), SHORT]
+    kinds = kept_by(model)
+    stepper = Stepper(model, kinds, Way.PLAIN, Sampling(), frozenset())
+    rows = Rows.empty(kinds, 2, 1)
+    rows.make_room(32)
+    part = Rows.empty(kinds, 2, 1)
+    stepper.read(part, prompts)
+    rows.kept = [tuple(array[:, :, :32] for array in arrays) for arrays in part.kept]
+    cursor = Cursor(
+        tokens=mx.array([7, 8]), lengths=mx.array([30, 3]), active=mx.array([True, True]), drawn=mx.array([1, 1]),
+        limits=mx.array([2, 13]), keys=row_keys([("a",), ("b",)]), greedy=mx.array([True, True]), longest=30,
+        is_level=False,
+    )  # fmt: skip
+    written = []
+    for _ in range(12):
+        cursor, new = stepper.step(rows, cursor)
+        written.append(new.tokens[1].item())
+    alone, token = SingleRow(model), 8
+    alone.feed(SHORT)
+    for found in written:
+        token = mx.argmax(alone.feed([token])).item()
+        assert found == token
+
+
 class Talk:
     """Two turns; the first observation is as long as its task's name says."""
 
@@ -123,5 +150,26 @@ def test_h10_every_family_samples_what_training_scores(family, compile_when):
     ]
     episodes, _ = engine.play(requests, Sampling())
     batch = collate([Group("all", tuple(episodes))])  # padded on the right, where nothing looks
+    scored, _ = action_logp(model, batch, 1.0)
+    assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4
+
+
+class Chat(Talk):
+    """Many turns, whatever is answered."""
+
+    max_turns = 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3_text"])
+def test_a_row_that_a_stop_string_ended_reads_on_from_there(family):
+    # states cannot be turned back: the row must not have read what was decoded behind the stop string
+    tokenizer = tiny().tokenizer
+    model = small_model(family, len(tokenizer))
+    limits = Limits(max_completion_tokens=12, stop_strings=("e", "1", "o"))
+    engine = RolloutEngine(model, ChatFormat(tokenizer), frozenset({1}), limits)
+    requests = [EpisodeRequest("chat", n, lambda: Chat(1), ("chat", n)) for n in range(12)]
+    episodes, _ = engine.play(requests, Sampling())
+    assert {turn.stop for episode in episodes for turn in episode.turns[:-1]} >= {StopReason.STOP_STRING}
+    batch = collate([Group("all", tuple(episodes))])
     scored, _ = action_logp(model, batch, 1.0)
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4

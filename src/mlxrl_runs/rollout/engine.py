@@ -43,7 +43,8 @@ class Decoding:
         repeatable: no choice by a clock, and only ways that give the same bits every time.
         merge_adapter: "auto", "always", "never": sample with base + adapter as one weight.
         max_rows: decoded together; None for as many as there are episodes.
-        max_cache_bytes: of keys, values and states; fewer rows are decoded together where they would take more.
+        max_cache_bytes: of keys, values and states, of rows, of episodes in threads and of prompts kept for members to
+            come; fewer rows are decoded together where they would take more.
         env_threads: environments answering at once; 0 lets them answer one after the other, between two tokens.
         memory_bytes: of the machine; None where nobody knows.
         timings_file: where timings are kept from one run to the next; None to forget them.
@@ -157,10 +158,11 @@ class RolloutEngine:
         statistics: RolloutStatistics,
     ) -> list[Episode]:
         assert self._kinds is not None
-        kept_at_once = self._affordable_rows()
-        count = min(
-            limit for limit in (len(requests), rows, self._decoding.max_rows, kept_at_once) if limit is not None
-        )
+        threads, most = self._decoding.env_threads, self._affordable_rows()
+        if threads and most is not None:
+            most = max(most // 2, 1)  # an episode that waits for its answer is kept beside the rows
+        count = min(limit for limit in (len(requests), rows, self._decoding.max_rows, most) if limit is not None)
+        in_flight = min(count + threads, most or 2**62)
         way = self._way_for(count, sampling)
         with self._threads() as pool, self._stepping(way, sampling, statistics.margins is not None) as stepper:
             slots = Slots(
@@ -169,10 +171,11 @@ class RolloutEngine:
                 stop=self._stop,
                 kinds=self._kinds,
                 count=count,
-                in_flight=min(count + self._decoding.env_threads, kept_at_once or 2**62),
+                in_flight=in_flight,
                 read_every=read_every(self._limits.max_completion_tokens),
                 statistics=statistics,
                 pool=pool,
+                prompt_bytes=self._left_of_limit(count + in_flight if threads else count),
             )
             return slots.play(requests)
 
@@ -238,6 +241,11 @@ class RolloutEngine:
         if limit is None:
             return None
         return max(limit // self.row_bytes(self._limits.max_episode_tokens), 1)
+
+    def _left_of_limit(self, rows: int) -> int | None:
+        """What `max_cache_bytes` leaves beside so many rows; None without a limit."""
+        limit = self._decoding.max_cache_bytes
+        return None if limit is None else limit - rows * self.row_bytes(self._limits.max_episode_tokens)
 
     def row_bytes(self, tokens: int) -> int:
         """What the model keeps of one row with room for `tokens` tokens: measured on a row of one token."""

@@ -69,12 +69,15 @@ class Pass:
             self._places[shape] = mx.broadcast_to(self.positions[:, None, :, None], shape)
         return self._places[shape]
 
-    def mask(self, window: int | None) -> mx.array | str | None:
-        """(B, 1, width, columns) True where a query may look; "causal" or None where that says it all."""
+    def mask(self, window: int | None, as_array: bool = False) -> mx.array | str | None:
+        """(B, 1, width, columns) True where a query may look; "causal" or None where that says it all.
+
+        Args: as_array: not "causal", for models that compute attention themselves.
+        """
         if self.start is not None and window is None:
             if self.width == 1:
                 return None
-            if self.start == 0:
+            if self.start == 0 and not as_array:
                 return "causal"
         if window not in self._masks:
             keys, queries = mx.arange(self.columns), self.positions[..., None]
@@ -101,7 +104,7 @@ class KeysAndValues:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        return self._shared.mask(window_size)
+        return self._shared.mask(window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         held = self.arrays or (self._room(keys), self._room(values))

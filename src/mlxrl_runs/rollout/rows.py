@@ -65,6 +65,10 @@ class Rows:
             [tuple(array[index] for array in arrays) for arrays in self.kept],
         )
 
+    def shared(self) -> list[Arrays]:
+        """What is kept, under other names: rows are written in place, and these stay as they are then."""
+        return [tuple(array[:] for array in arrays) for arrays in self.kept]
+
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """The rows of all parts, one after the other."""
@@ -89,7 +93,7 @@ class Rows:
         for row, source in zip(rows, sources, strict=True):
             self.lengths[row] = part.lengths[source]
         if list(rows) == list(range(len(self.lengths))):
-            self.kept = part.kept if list(sources) == list(rows) else part.select(sources).kept
+            self.kept = part.shared() if list(sources) == list(rows) else part.select(sources).kept
             return
         for number, (mine, theirs) in enumerate(zip(self.kept, part.kept, strict=True)):
             mine = mine or tuple(mx.zeros((len(self.lengths), *array.shape[1:]), dtype=array.dtype) for array in theirs)

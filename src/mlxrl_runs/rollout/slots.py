@@ -8,7 +8,7 @@ and all of them write on. Which rows share a batch is a function of what was sam
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -44,11 +44,21 @@ class _Prompt:
     row: int
 
 
+def _alone(together: Sequence[tuple[tuple[int, ...], _Prompt]]) -> dict[tuple[int, ...], _Prompt]:
+    """These prompts without the others that were read with them."""
+    rows = [prompt.row for _, prompt in together]
+    first = together[0][1]
+    kept, logits = first.kept.select(rows), first.logits[mx.array(rows)]
+    mx.async_eval(kept.kept, logits)  # copies still to be made would hold on to all of them
+    return {tokens: _Prompt(prompt.task, kept, logits, row) for row, (tokens, prompt) in enumerate(together)}
+
+
 @dataclass
 class Slots:
     """Attributes:
     count: rows decoded together. in_flight: episodes begun and not ended, those in threads included.
     read_every: steps queued before the oldest is looked at. pool: where slow environments answer; None: here.
+    prompt_bytes: of prompts kept for members to come; what is over it is read again. None: no limit.
     """
 
     stepper: Stepper
@@ -60,6 +70,7 @@ class Slots:
     read_every: int
     statistics: RolloutStatistics
     pool: ThreadPoolExecutor | None = None
+    prompt_bytes: int | None = None
     _rows: Rows = field(init=False)
     _queue: deque[EpisodeRequest] = field(default_factory=deque)
     _tasks_left: Counter[str] = field(default_factory=Counter)
@@ -93,7 +104,7 @@ class Slots:
         reading, self._reading = sorted([*self._reading, *(slot for slot, _ in parked)]), []
         self._read_on(reading)
         self._read_first(fresh)
-        kept = self._rows.bytes + sum(waiting.kept.bytes for waiting in self._parked)
+        kept = self._rows.bytes + sum(waiting.kept.bytes for waiting in self._parked) + self._bytes_of_prompts()
         self.statistics.highest_kept_bytes = max(self.statistics.highest_kept_bytes, kept)
 
     def _held(self) -> list[int]:
@@ -195,7 +206,27 @@ class Slots:
             rows = [prompt.row for prompt in prompts]
             self._rows.put(together, prompts[0].kept, rows)
             self._write_first(together, prompts[0].logits[mx.array(rows)])
-        self._prompts = {prompt: kept for prompt, kept in self._prompts.items() if self._tasks_left[kept.task]}
+        self._prompts = self._for_members_to_come()
+
+    def _for_members_to_come(self) -> dict[tuple[int, ...], _Prompt]:
+        """The prompts that others will begin with, as far as there is room for them."""
+        read_together: dict[int, list[tuple[tuple[int, ...], _Prompt]]] = {}
+        for tokens, prompt in self._prompts.items():
+            if self._tasks_left[prompt.task]:
+                read_together.setdefault(id(prompt.kept), []).append((tokens, prompt))
+        found: dict[tuple[int, ...], _Prompt] = {}
+        room = 2**62 if self.prompt_bytes is None else self.prompt_bytes
+        for together in read_together.values():
+            kept, rows = together[0][1].kept, [prompt.row for _, prompt in together]
+            share = kept.bytes * len(rows) // len(kept.lengths)
+            if share > room:
+                continue
+            room -= share
+            found |= dict(together) if len(rows) == len(kept.lengths) else _alone(together)
+        return found
+
+    def _bytes_of_prompts(self) -> int:
+        return sum({id(prompt.kept): prompt.kept.bytes for prompt in self._prompts.values()}.values())
 
     # ---- writing
 
@@ -232,6 +263,7 @@ class Slots:
         episode = self._episode(slot)
         if self.pool is not None:
             kept = self._rows.select([slot])
+            mx.async_eval(kept.kept)  # a copy still to be made would hold on to all rows as they are now
             self._parked.append(_Parked(episode, kept, self.pool.submit(self.referee.ask, episode)))
             self._release(slot)
             return
@@ -263,8 +295,13 @@ class Slots:
             if left == 0 or len(queued) >= 2 * ahead:
                 for _ in range(min(max(ahead, 1), len(queued))):
                     self._look(queued.popleft())
+                if self._must_look:
+                    cursor = replace(cursor, active=cursor.active & mx.array(self._who_writes()))
         while queued:
             self._look(queued.popleft())
+
+    def _who_writes(self) -> list[bool]:
+        return [slot in self._writing for slot in range(self.count)]
 
     def _left(self, slot: int) -> int:
         episode = self._episode(slot)
@@ -290,7 +327,7 @@ class Slots:
     def _cursor(self) -> Cursor:
         """What the device needs to know of every row."""
         slots = range(self.count)
-        writing = [slot in self._writing for slot in slots]
+        writing = self._who_writes()
         actions = [
             self._episode(slot).action.tokens if writes else [] for slot, writes in zip(slots, writing, strict=True)
         ]

@@ -151,8 +151,8 @@ class Stepper:
         if self.way is Way.SEGMENTS and cursor.is_level:
             kept, changed, written = self._segmented_step(rows, cursor)
         elif self.way is Way.PLAIN:
-            start = cursor.longest if cursor.is_level else None
-            kept, changed, written = self._whole_step(None, rows.kept, cursor.arrays, None, cursor.longest + 1, start)
+            columns, start = min(cursor.longest + 1, rows.capacity), cursor.longest if cursor.is_level else None
+            kept, changed, written = self._whole_step(None, rows.kept, cursor.arrays, None, columns, start)
         else:
             column = mx.array([cursor.longest]) if cursor.is_level else None
             kept, changed, written = self._step(self._weights, rows.kept, cursor.arrays, column)
