@@ -45,6 +45,7 @@ from benching import (
     Done,
     Limit,
     System,
+    chosen,
     engine_of,
     measured_limit,
     opened,
@@ -61,6 +62,7 @@ from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.maths import exponential
 from mlxrl_runs.policy.chat import ChatFormat
 from mlxrl_runs.policy.load import Policy
+from mlxrl_runs.policy.precision import is_quantised
 from mlxrl_runs.rollout import on_policy
 from mlxrl_runs.rollout.engine import RolloutEngine
 from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
@@ -77,6 +79,7 @@ COLUMNS = (
     "tokens_per_second", "to_batch_generator", "to_one_by_one", "ours_to_it", "peak_bytes", "host_share", "spread",
 )  # fmt: skip
 OURS, ONE_BY_ONE, BATCH_GENERATOR = "ours", "ours, one by one", "mlx-lm BatchGenerator"
+MERGED = "ours, merge_adapter=always"
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -296,12 +299,22 @@ def fixed_rows(ours: Ours, limit: Limit, size: Size, rows: int) -> Case:
     }  # fmt: skip
     return case, [
         engine_system(OURS, ours, limits, requests_of(work)),
+        *(
+            [engine_system(MERGED, ours, limits, requests_of(work), merge_adapter="always")]
+            if is_packed(policy)
+            else []
+        ),
         engine_system(ONE_BY_ONE, ours, limits, requests_of(few), mode="sequential"),
         streamed_system(policy, few),
         batched_system(policy, work, rows),
         *inductive_systems(policy, work, few),
         *lora_trainer_systems(policy, work, few),
     ]
+
+
+def is_packed(policy: Policy) -> bool:
+    """Whether merging is not what a run does by itself."""
+    return policy.adapter_config is not None and is_quantised(policy.model)
 
 
 def geometric(ours: Ours, limit: Limit, size: Size) -> list[Case]:
@@ -456,7 +469,7 @@ def equal_rows(rows: dict[str, Rows]) -> dict[str, str]:
     """How many rows of our engine's other modes have the tokens of the batched one, which they should have."""
     counts = {}
     for name, own in rows.items():
-        if name.startswith(f"{OURS}, ") and own and rows[OURS]:
+        if name.startswith(f"{OURS}, ") and name != MERGED and own and rows.get(OURS):
             counts[name] = f"{sum(a == b for a, b in zip(own, rows[OURS], strict=False))} of {len(own)}"
     return counts
 
@@ -491,15 +504,16 @@ def main() -> None:
     policy = opened(given.model, given.shape, given.precision, given.adapter)
     if policy.hidden_size < backend.SHARED_BLAS_FROM:
         backend.use_blas_threads(BACKEND, 1)
-    chosen = {"merge_adapter": given.merge_adapter, "compile_when": given.compile, "env_threads": given.env_threads}
-    ours = Ours(policy, {name: value for name, value in chosen.items() if value is not None})
+    options = {"merge_adapter": given.merge_adapter, "compile_when": given.compile, "env_threads": given.env_threads}
+    ours = Ours(policy, {name: value for name, value in options.items() if value is not None})
     limit = measured_limit(policy)
     size = Size(given.rows, given.prompt_tokens, given.tokens, given.requests, given.slots, given.episodes)
     report = surroundings(BACKEND) | {"arguments": vars(given) | {"json": None}, "limit": limit.record(), "cases": []}
     print(json.dumps({key: report[key] for key in ("backend", "device", "versions", "limit")}))
     for name in given.cases:
         for case, systems in CASES[name](ours, limit, size):
-            report["cases"].append(measured(case, systems, given.repeats, given.patience))
+            wanted = chosen(systems, given.systems)
+            report["cases"].append(measured(case, wanted, given.repeats, given.patience))
             print("\n" + shown(report["cases"][-1]), flush=True)
     if given.json:
         given.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -522,6 +536,7 @@ def parsed() -> argparse.Namespace:
     add("--merge-adapter", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
     add("--compile", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
     add("--env-threads", type=int, help="of our engine; its own default if left out, but see slow_env")
+    add("--systems", type=lambda text: text.split(";"), default=(), help="their names as the table has them, with ;")
     add("--repeats", type=int, default=REPEATS)
     add("--patience", type=float, default=PATIENCE_SECONDS, help="a system that took so many seconds is not repeated")
     add("--json", type=Path)

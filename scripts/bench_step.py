@@ -26,7 +26,7 @@ BACKEND = backend.prepare()
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import bench_rollout
-from benching import Done, System, engine_of, opened, surroundings, table, take_turns, with_ratios
+from benching import Done, System, chosen, engine_of, opened, surroundings, table, take_turns, with_ratios
 from mlxrl_runs.config import RunConfig, compose_config, validate
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.protocols import StepResult
@@ -214,8 +214,9 @@ def main() -> None:
     tasks = sums(config, given.tasks) if ends else digits(policy, given.tasks, given.prompt_tokens)
     del policy  # each system opens its own
     work = Work(open_one, tasks, given.group_size, given.tokens, ends, given.steps)
-    chosen = {"merge_adapter": given.merge_adapter, "compile_when": given.compile}
-    measured = systems(work, config, {name: value for name, value in chosen.items() if value is not None})
+    options = {"merge_adapter": given.merge_adapter, "compile_when": given.compile}
+    measured = systems(work, config, {name: value for name, value in options.items() if value is not None})
+    measured = chosen(measured, given.systems)
     take_turns(measured, given.repeats, given.patience)
     results = with_ratios([system.result() for system in measured], {}, "ours")
     report = surroundings(BACKEND) | {"arguments": vars(given) | {"json": None}, "systems": results}
@@ -245,6 +246,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--adapter", choices=["lora"], default="lora")
     add("--merge-adapter", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
     add("--compile", choices=["auto", "always", "never"], help="of our engine; its own default if left out")
+    add("--systems", type=lambda text: text.split(";"), default=(), help="their names as the table has them, with ;")
     add("--repeats", type=int, default=REPEATS)
     add("--patience", type=float, default=PATIENCE_SECONDS, help="a system that took so many seconds is not repeated")
     add("--json", type=Path)

@@ -120,6 +120,11 @@ def _settled_bytes() -> int:
     return mx.get_active_memory()
 
 
+def chosen(systems: Sequence[System], names: Sequence[str]) -> list[System]:
+    """Those of these names; all where none are given."""
+    return [system for system in systems if not names or system.name in names]
+
+
 def take_turns(systems: Sequence[System], repeats: int, patience_seconds: float) -> None:
     """Every system once untimed, then all of them in turn, `repeats` times.
 

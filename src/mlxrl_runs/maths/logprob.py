@@ -1,10 +1,12 @@
 """From logits to log-probabilities and entropy, at the temperature the tokens were sampled with."""
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 
 def logp_entropy_and_slope(
-    logits: mx.array, labels: mx.array, temperature: float = 1.0
+    logits: mx.array, labels: mx.array, temperature: float = 1.0, exp: Callable[[mx.array], mx.array] = mx.exp
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Log-probability of the given tokens, entropy of the distribution they were drawn from, d logp / d logits.
 
@@ -18,11 +20,12 @@ def logp_entropy_and_slope(
             has probability 0 and adds nothing.
         labels: (...) token ids.
         temperature: > 0, no unit; the sampler's own, for policy, old and reference alike.
+        exp: `exponential.exp` where no gradient is taken through it.
     Returns: (...) nats, (...) nats, (..., V).
     """
     scaled = _scaled(logits, temperature)
     shifted = scaled - mx.stop_gradient(scaled.max(axis=-1, keepdims=True))
-    weights = mx.exp(shifted)
+    weights = exp(shifted)
     total = weights.sum(axis=-1, keepdims=True)
     log_total = mx.log(total).squeeze(-1)
     logp = mx.take_along_axis(shifted, labels[..., None], axis=-1).squeeze(-1) - log_total

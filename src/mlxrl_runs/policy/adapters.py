@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def is_fresh(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, every adapted layer is replaced by the frozen layer it wraps: the model is its base, bit for bit."""
-    with _replaced(model, {name: module.linear for name, module in _adapted(model)}):
+    with _replaced(model, lambda module: module.linear):
         yield
 
 
@@ -141,16 +141,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapters_merged(model: nn.Module) -> Iterator[None]:
     """Inside, every adapted layer is one plain layer whose weights are base + adapter, rounded to the base's format.
 
-    Needs a base of floats: quantised weights would have to be quantised anew.
+    Quantised weights become numbers of the activations' format, which are not quantised anew.
     """
-    with _replaced(model, {name: module.fuse() for name, module in _adapted(model)}):
+    with _replaced(model, lambda module: module.fuse(dequantize=True)):
         yield
 
 
 @contextmanager
-def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def _replaced(model: nn.Module, stand_in: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     adapted = _adapted(model)
-    model.update_modules(tree_unflatten(list(modules.items())))
+    model.update_modules(tree_unflatten([(name, stand_in(module)) for name, module in adapted]))
     try:
         yield
     finally:
@@ -166,14 +166,15 @@ def put_on_by_mlx_lm(model: nn.Module, folder: Path) -> Iterator[None]:
         yield
 
 
-def can_merge(model: nn.Module) -> bool:
-    """Whether base + adapter can be one weight without being quantised anew."""
-    return all(mx.issubdtype(module.linear.weight.dtype, mx.floating) for _, module in _adapted(model))
-
-
 def merged_bytes(model: nn.Module) -> int:
     """What the weights of `adapters_merged` take beside those of the model; 0 without an adapter."""
-    return sum(module.linear.weight.nbytes for _, module in _adapted(model))
+    return sum(_float_bytes(module.linear) for _, module in _adapted(model))
+
+
+def _float_bytes(layer: nn.Module) -> int:
+    if "scales" not in layer:
+        return int(layer.weight.nbytes)
+    return int(layer.weight.size * 32 // layer.bits * layer.scales.dtype.size)
 
 
 @contextmanager

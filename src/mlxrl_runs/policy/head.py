@@ -52,7 +52,7 @@ def _frozen(
     @mx.custom_function
     def function(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         logits = apply(hidden)
-        logp, entropy, slope = maths.logprob.logp_entropy_and_slope(logits, labels, temperature)
+        logp, entropy, slope = maths.logprob.logp_entropy_and_slope(logits, labels, temperature, maths.exponential.exp)
         _, [direction] = mx.vjp(apply, [hidden], [slope.astype(logits.dtype)])
         return logp, entropy, direction  # where no gradient is asked for, nothing asks for the direction either
 

@@ -50,27 +50,29 @@ class Projection:
         bases = [_base(module) for module in self._modules]
         names = [name for name in ("weight", "scales", "biases", "bias") if name in bases[0]]
         joined = {name: _joined([base[name] for base in bases]) for name in names}
+        number_format = joined["scales" if self._quantised else "weight"].dtype
+        if not self._quantised:
+            joined["weight"] = joined["weight"].T  # a view, turned here once and not in every step
         adapted = [module for module in self._modules if isinstance(module, LoRALinear)]
         if adapted:
-            number_format = joined["scales" if self._quantised else "weight"].dtype
             if not mx.issubdtype(number_format, mx.floating):
                 number_format = adapted[0].lora_a.dtype
             joined["lora_a"] = mx.concatenate([module.lora_a for module in adapted], axis=1).astype(number_format)
             joined["lora_b"] = _diagonal(self._modules).astype(number_format)
         return joined
 
-    def __call__(self, x: mx.array, weights: Weights) -> mx.array:
+    def __call__(self, x: mx.array, weights: Weights, onto: mx.array | None = None) -> mx.array:
+        """(B, inputs) -> (B, outputs), added to `onto` if that is given."""
+        parts = [part for part in (onto, weights.get("bias")) if part is not None]
         if self._quantised:
             y = mx.quantized_matmul(
                 x, weights["weight"], weights["scales"], weights.get("biases"), transpose=True, **self._quantised
             )
         else:
-            y = x @ weights["weight"].T
-        if "bias" in weights:
-            y = y + weights["bias"]
-        if "lora_a" in weights:
-            y = y + ((x @ weights["lora_a"]) @ weights["lora_b"]).astype(y.dtype)
-        return y
+            y = mx.addmm(parts.pop(), x, weights["weight"]) if parts else x @ weights["weight"]
+        for part in parts:
+            y = y + part
+        return mx.addmm(y, x @ weights["lora_a"], weights["lora_b"]).astype(x.dtype) if "lora_a" in weights else y
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
@@ -151,11 +153,11 @@ class Layer:
 
     def rest(self, x: mx.array, attended: mx.array, weights: Weights) -> mx.array:
         """What follows attention: (B, hidden) and (B, heads, 1, D) -> (B, hidden)."""
-        x = x + self._forms["out"](attended.reshape(x.shape[0], -1), weights["out"])
+        x = self._forms["out"](attended.reshape(x.shape[0], -1), weights["out"], onto=x)
         normed = mx.fast.rms_norm(x, weights["between"], self._block.post_attention_layernorm.eps)
         inner = [self._forms[name](normed, weights[name]) for name in self._inner]
         gate, up = inner if len(inner) == 2 else mx.split(inner[0], 2, axis=-1)
-        return x + self._forms["down"](exponential.silu(gate) * up, weights["down"])
+        return self._forms["down"](exponential.silu(gate) * up, weights["down"], onto=x)
 
 
 def _joined_in(block: nn.Module) -> list[list[nn.Module]]:

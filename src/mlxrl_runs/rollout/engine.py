@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlxrl_runs.core.protocols import Environment, Scorer, StepResult
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Trajectory
-from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.policy.adapters import adapters_merged, can_merge, merged_bytes
+from mlxrl_runs.policy.adapters import adapters_merged, merged_bytes
 from mlxrl_runs.policy.chat import ChatFormat
+from mlxrl_runs.policy.precision import is_quantised
 from mlxrl_runs.rollout import tuning
 from mlxrl_runs.rollout.episodes import Episode, EpisodeRequest, Limits, Referee
 from mlxrl_runs.rollout.layers import kept_by
@@ -100,17 +100,15 @@ class RolloutEngine:
         wish, extra = self._decoding.merge_adapter, merged_bytes(self._model)
         if wish == "never" or extra == 0:
             return False, "rollout.merge_adapter=never" if extra else "no adapter"
-        if not can_merge(self._model):
-            if wish == "always":
-                raise ConfigError(
-                    "rollout.merge_adapter: got always, but the base is quantised, and base + adapter would have to be "
-                    "quantised anew: another policy than the one that learns. Try rollout.merge_adapter=auto."
-                )
-            return False, "the base is quantised"
+        if wish == "auto" and is_quantised(self._model):
+            return (
+                False,
+                "the base is quantised and a merged copy would not be: rollout.merge_adapter=always",
+            )
         memory = self._decoding.memory_bytes
         if wish == "auto" and memory is not None and self._model_bytes() + extra > MERGE_SHARE * memory:
             return False, f"weights and merged copies would take over {MERGE_SHARE:.0%} of the memory"
-        return True, "base + adapter in one weight, rounded to the base's number format"
+        return True, f"base + adapter in one weight, in {extra / 2**20:,.0f} MiB beside the model's own"
 
     def _model_bytes(self) -> int:
         return sum(array.nbytes for _, array in tree_flatten(self._model.parameters()))
