@@ -69,6 +69,7 @@ CHOICES: Mapping[str, Mapping[str, type[Settings]]] = {
     "tracking": {"wandb": WandbTracking, "jsonl": JsonlTracking},
 }
 REGISTRIES = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
+TABLES = ("rollout.token_bias",)  # whose keys are the user's own
 IN_PARTS = ("reward",)  # sections of several parts, each under a label of its own
 
 
@@ -229,9 +230,10 @@ class Point:
 def as_typed(overrides: Sequence[str], many: bool = False) -> list[str]:
     """Overrides with those values quoted that Hydra's grammar does not read: ~/models, a=b, Größe, it's, (new).
 
-    A folder of a sweep has such a name, and people paste it.
+    A folder of a sweep has such a name, and people paste it. Tables get the ++ without which Hydra takes no new keys.
     Args: many: a comma separates values, as under -m.
     """
+    overrides = [f"++{override}" if override.partition("=")[0] in TABLES else override for override in overrides]
     return [override if _is_read(override) else _with_quotes(override, many) for override in overrides]
 
 

@@ -184,6 +184,9 @@ def _describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return _options(arguments)
     if origin in (tuple, list):
         return _list_of(arguments, metadata)
+    if origin is dict:
+        key, value = map(_describe, arguments)
+        return f"{{KEY: VALUE}}, each KEY {key}, each VALUE {value}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _options([member.value for member in annotation])
     return _KINDS.get(annotation, "a section of keys") + _range(metadata)

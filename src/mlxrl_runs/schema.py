@@ -200,12 +200,20 @@ class AdamWSettings(_AdamFamily):
     weight_decay: NonNegative
 
 
+def _as_id(value: Any) -> Any:
+    """JSON and the command line know text alone as keys."""
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) else value
+
+
+Token = Annotated[int | Text, BeforeValidator(_as_id)]
+
+
 class RolloutSettings(Settings):
     """How episodes are sampled.
 
     Attributes:
         max_*_tokens: of one turn's answer, of the first prompt, of a whole episode. top_k: 0 is off.
-        token_bias: added to the logits of tokens, by id or by a text that is one token.
+        token_bias: added to the logits of tokens, by id or by a text that is one token; a number is an id.
         compile: decode with compiled steps. tune: choose between ways to decode by a short timing, on a GPU.
         merge_adapter: sample with base and adapter as one weight.
         max_rows: decoded together; null for all of a step. max_cache_bytes: of their keys and values; fewer rows then.
@@ -223,7 +231,7 @@ class RolloutSettings(Settings):
     top_k: Count
     stop_strings: tuple[Annotated[Text, Field(min_length=1)], ...]
     ignore_eos: bool
-    token_bias: dict[int | Text, Float]
+    token_bias: dict[Token, Float]
     compile: Switch
     tune: Switch
     merge_adapter: Switch

@@ -1,5 +1,6 @@
 """The strict pass over a config: what is accepted, and how each mistake is put into words."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -555,3 +556,20 @@ def test_no_experiment_is_a_choice_too_so_that_a_sweep_can_compare_with_it():
     assert [point.swept for point in points] == [("experiment=none",), ("experiment=grpo_smollm2_arithmetic",)]
     with pytest.raises(ConfigError, match="Did you mean experiment=none"):
         compose_config(["experiment=null"])
+
+
+def test_a_bias_is_given_by_the_id_of_a_token_from_the_command_line_and_through_json():
+    config = load("rollout.token_bias={13:-5, word: 2}")
+    assert config.rollout.token_bias == {13: -5.0, "word": 2.0}
+    assert validate(json.loads(json.dumps(config.plain()))).rollout.token_bias == config.rollout.token_bias
+    swept = expand_points(["rollout.token_bias={13:-5},{13:0}"])
+    assert [load(*point.overrides).rollout.token_bias for point in swept] == [{13: -5.0}, {13: 0.0}]
+
+
+@pytest.mark.parametrize("value", ["5", "{13:much}", "{13:inf}"])
+def test_a_bias_that_is_no_table_of_numbers_is_told_what_one_looks_like(value):
+    problem = only_problem(f"rollout.token_bias={value}")
+    assert (
+        "rollout.token_bias: got" in problem
+        and "each KEY a whole number or text, each VALUE a finite number" in problem
+    )

@@ -38,13 +38,15 @@ class Projection:
 
     @staticmethod
     def supports(modules: Sequence[nn.Module]) -> bool:
-        bases = [_base(module) for module in modules]
-        forms = {(type(base), getattr(base, "bits", None), getattr(base, "group_size", None)) for base in bases}
-        kinds = all(type(base) in (nn.Linear, nn.QuantizedLinear) for base in bases)
-        return kinds and len(forms) == 1 and len({"bias" in base for base in bases}) == 1
+        kinds = all(type(_base(module)) in (nn.Linear, nn.QuantizedLinear) for module in modules)
+        return kinds and len({_form(module) for module in modules}) == 1
 
     def weights(self) -> Weights:
-        """What the modules hold at the moment, put together. Adapters come in the number format of the activations."""
+        """What the modules hold at the moment, put together.
+
+        Adapters come in the number format of the activations, which quantised weights tell by their scales; those of
+        mxfp4 and its like are integers, and adapters stay as they are then.
+        """
         bases = [_base(module) for module in self._modules]
         names = [name for name in ("weight", "scales", "biases", "bias") if name in bases[0]]
         joined = {name: _joined([base[name] for base in bases]) for name in names}
@@ -53,6 +55,8 @@ class Projection:
             joined["weight"] = joined["weight"].T  # a view, turned here once and not in every step
         adapted = [module for module in self._modules if isinstance(module, LoRALinear)]
         if adapted:
+            if not mx.issubdtype(number_format, mx.floating):
+                number_format = adapted[0].lora_a.dtype
             joined["lora_a"] = mx.concatenate([module.lora_a for module in adapted], axis=1).astype(number_format)
             joined["lora_b"] = _diagonal(self._modules).astype(number_format)
         return joined
@@ -68,7 +72,13 @@ class Projection:
             y = mx.addmm(parts.pop(), x, weights["weight"]) if parts else x @ weights["weight"]
         for part in parts:
             y = y + part
-        return mx.addmm(y, x @ weights["lora_a"], weights["lora_b"]) if "lora_a" in weights else y
+        return mx.addmm(y, x @ weights["lora_a"], weights["lora_b"]).astype(x.dtype) if "lora_a" in weights else y
+
+
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """What a product with this layer's weights depends on beside them."""
+    base = _base(module)
+    return type(base), "bias" in base, *(getattr(base, name, None) for name in ("bits", "group_size", "mode"))
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -109,14 +119,8 @@ class Layer:
 
     @staticmethod
     def supports(block: nn.Module) -> bool:
-        attention, mlp = block.self_attn, block.mlp
-        groups = [
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention.o_proj],
-            [mlp.gate_proj, mlp.up_proj],
-            [mlp.down_proj],
-        ]
-        return not getattr(block, "use_sliding", False) and all(Projection.supports(group) for group in groups)
+        joined = all(Projection.supports(group) for group in _joined_in(block))
+        return joined and not getattr(block, "use_sliding", False)
 
     def weights(self) -> Weights:
         weights: Weights = {name: form.weights() for name, form in self._forms.items()}
@@ -156,6 +160,16 @@ class Layer:
         return self._forms["down"](exponential.silu(gate) * up, weights["down"], onto=x)
 
 
+def _joined_in(block: nn.Module) -> list[list[nn.Module]]:
+    attention, mlp = block.self_attn, block.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
 class DenseBlocks:
     """A whole dense model, one token a row.
 
@@ -170,6 +184,11 @@ class DenseBlocks:
     @staticmethod
     def supports(model: nn.Module) -> bool:
         return type(model) in DENSE and all(Layer.supports(block) for block in model.layers)
+
+    @staticmethod
+    def are_alike(model: nn.Module) -> bool:
+        """Whether the layers differ by their weights alone, and not by how those are quantised."""
+        return len({tuple(_form(group[0]) for group in _joined_in(block)) for block in model.layers}) == 1
 
     def weights(self) -> Weights:
         """All weights of a step, in its form. Made anew for each rollout: training replaces them."""

@@ -67,6 +67,8 @@ def choose(model: nn.Module, compile_when: str, expected_steps: int | None, repe
     plain = (Way.PLAIN,) if compile_when == "auto" else ()
     if not DenseBlocks.supports(model):
         return Plan(Way.COMPILED, "no dense llama, qwen2 or qwen3: its own classes, compiled", plain)
+    if not DenseBlocks.are_alike(model):
+        return Plan(Way.FUSED, "a dense decoder whose layers are quantised in different ways", plain)
     if repeatable and not on_cpu:
         return Plan(Way.FUSED, "reproducible=true")
     first, second = (Way.FUSED, Way.SEGMENTS) if on_cpu else (Way.SEGMENTS, Way.FUSED)
