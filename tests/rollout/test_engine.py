@@ -73,10 +73,11 @@ def test_what_a_row_draws_does_not_depend_on_who_shares_its_batch():
     assert [row.tokens for row in part] == [row.tokens for row in whole[5:7]]
 
 
-def test_h11_siblings_and_steps_draw_differently_and_a_seed_repeats_itself():
-    policy = tiny()
+@pytest.mark.parametrize("compile_when", ["never", "always"])
+def test_h11_siblings_and_steps_draw_differently_and_a_seed_repeats_itself(compile_when):
+    engine = engine_of(tiny(), decoding=Decoding(compile_when=compile_when))  # one, with what it compiled
     play = lambda **where: [
-        row.tokens for row in engine_of(policy).play(some_requests("recurring", tasks=1, **where), Sampling())[0]
+        row.tokens for row in engine.play(some_requests("recurring", tasks=1, **where), Sampling())[0]
     ]
     first = play(step=1)
     assert len({tuple(tokens) for tokens in first}) == 4
@@ -318,6 +319,17 @@ def test_an_episode_in_a_thread_holds_on_to_its_own_row_alone():
     before = mx.get_active_memory()
     _, statistics = engine.play(requests, Sampling())
     assert max(active) - before < 2.5 * statistics.highest_kept_bytes  # 8 times with all rows of each moment
+
+
+def test_what_was_compiled_is_used_again(monkeypatch):
+    traced, whole_step = [], Stepper._whole_step
+    monkeypatch.setattr(Stepper, "_whole_step", lambda me, *given: (traced.append(1), whole_step(me, *given))[1])
+    engine = engine_of(tiny(), decoding=Decoding(compile_when="always"))
+    requests = some_requests("arithmetic")
+    engine.play(requests, Sampling())
+    once = len(traced)
+    engine.play(requests, Sampling())
+    assert once and len(traced) == once
 
 
 @pytest.mark.parametrize("compile_when", ["never", "always"])

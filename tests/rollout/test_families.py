@@ -158,6 +158,15 @@ def test_h10_every_family_samples_what_training_scores(family, compile_when):
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4
 
 
+def test_a_family_that_takes_a_mask_of_rows_for_one_of_heads_is_played_row_by_row(monkeypatch):
+    # mlx-lm's gemma2 with grouped heads, two rows and two groups of them: no error, and wrong
+    monkeypatch.setitem(FAMILIES, "gemma2", FAMILIES["gemma2"] | {"num_attention_heads": 4})
+    model = small_model("gemma2", len(tiny().tokenizer))
+    engine = RolloutEngine(model, ChatFormat(tiny().tokenizer), frozenset({1}), Limits(max_completion_tokens=5))
+    assert engine.mode == "sequential" and "one by one" in engine.mode_reason
+    assert sampled_apart_from_scored(model) < 1e-4
+
+
 @pytest.mark.parametrize("mode", ["mxfp4", "affine"])
 def test_an_adapter_on_quantised_weights_is_sampled_as_it_is_trained_in_every_way(mode, monkeypatch):
     model = small_model("llama", len(tiny().tokenizer))

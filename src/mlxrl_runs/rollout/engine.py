@@ -89,7 +89,7 @@ class RolloutEngine:
         self.mode, self.mode_reason = decoding.mode, "as configured"
         if self.mode == "batched" and self._kinds is None:
             self.mode = "sequential"
-            self.mode_reason = "this model family keeps more than keys, values and states: episodes run one by one"
+            self.mode_reason = "this model family cannot be decoded in rows of unequal lengths: episodes run one by one"
         self.plan: Plan = choose(model, decoding.compile_when, decoding.expected_steps, decoding.repeatable)
         self.merges, self.merge_reason = self._merging()
         self.timings: dict[int, dict[str, float]] = {}  # milliseconds a step by way, by rows

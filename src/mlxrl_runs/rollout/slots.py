@@ -96,6 +96,7 @@ class Slots:
 
     def _fill(self) -> None:
         """Give every row something to write, as far as there is something."""
+        self._note_bytes()  # before parked episodes come back
         if self._may_shrink():
             self._shrink()
         fresh, parked = self._next_episodes()
@@ -104,6 +105,9 @@ class Slots:
         reading, self._reading = sorted([*self._reading, *(slot for slot, _ in parked)]), []
         self._read_on(reading)
         self._read_first(fresh)
+        self._note_bytes()
+
+    def _note_bytes(self) -> None:
         kept = self._rows.bytes + sum(waiting.kept.bytes for waiting in self._parked) + self._bytes_of_prompts()
         self.statistics.highest_kept_bytes = max(self.statistics.highest_kept_bytes, kept)
 
