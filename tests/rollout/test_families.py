@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.qwen3 import Attention, Model
 from mlx_lm.tuner.lora import LoRALinear
 
 from building import tiny
@@ -21,6 +22,7 @@ from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.layers import Keeps, kept_by
 from mlxrl_runs.rollout.one_by_one import SingleRow
 from mlxrl_runs.rollout.plan import Plan, Way, choose
+from mlxrl_runs.rollout.probe import why_not_batched
 from mlxrl_runs.rollout.rows import Rows
 from mlxrl_runs.rollout.sampling import Sampling, row_keys
 from mlxrl_runs.rollout.stepping import Cursor, Stepper
@@ -156,6 +158,25 @@ def test_h10_every_family_samples_what_training_scores(family, compile_when):
     batch = collate([Group("all", tuple(episodes))])  # padded on the right, where nothing looks
     scored, _ = action_logp(model, batch, 1.0)
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4
+
+
+def test_h10_a_family_unknown_to_the_tests_is_probed_and_played_one_by_one_where_rows_disagree():
+    class Blind(Attention):
+        """Looks at everything that is in the cache, whatever the mask says."""
+
+        def __call__(self, x, mask=None, cache=None):
+            return super().__call__(x, None, cache)
+
+    class Stranger(Model):
+        """A class of this module, which is none that the tests know."""
+
+    model = small_model("qwen3", len(tiny().tokenizer))
+    model.__class__ = Stranger
+    assert why_not_batched(model, kept_by(model)) is None
+    for layer in model.layers:
+        layer.self_attn.__class__ = Blind
+    engine = RolloutEngine(model, ChatFormat(tiny().tokenizer), frozenset({1}), Limits(max_completion_tokens=5))
+    assert engine.mode == "sequential" and "nats apart" in engine.mode_reason
 
 
 def test_a_family_that_takes_a_mask_of_rows_for_one_of_heads_is_played_row_by_row(monkeypatch):

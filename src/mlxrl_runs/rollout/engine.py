@@ -22,6 +22,7 @@ from mlxrl_runs.rollout.episodes import Episode, EpisodeRequest, Limits, Referee
 from mlxrl_runs.rollout.layers import kept_by
 from mlxrl_runs.rollout.one_by_one import play_one
 from mlxrl_runs.rollout.plan import Plan, Way, choose, read_every
+from mlxrl_runs.rollout.probe import why_not_batched
 from mlxrl_runs.rollout.rows import Rows
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.rollout.slots import Slots
@@ -87,13 +88,17 @@ class RolloutEngine:
         self._referee = Referee(chat, eos_ids, limits, scorer)
         self._kinds = kept_by(model)
         self.mode, self.mode_reason = decoding.mode, "as configured"
-        if self.mode == "batched" and self._kinds is None:
-            self.mode = "sequential"
-            self.mode_reason = "this model family cannot be decoded in rows of unequal lengths: episodes run one by one"
+        if self.mode == "batched" and (reason := self._why_one_by_one()):
+            self.mode, self.mode_reason = "sequential", f"{reason}: episodes run one by one"
         self.plan: Plan = choose(model, decoding.compile_when, decoding.expected_steps, decoding.repeatable)
         self.merges, self.merge_reason = self._merging()
         self.timings: dict[int, dict[str, float]] = {}  # milliseconds a step by way, by rows
         self._steppers: list[tuple[tuple[object, ...], Stepper]] = []  # by what they were made for
+
+    def _why_one_by_one(self) -> str | None:
+        if self._kinds is None:
+            return "this model family keeps more than keys, values and states"
+        return why_not_batched(self._model, self._kinds)
 
     def _merging(self) -> tuple[bool, str]:
         """Whether to sample with base + adapter as one weight, and why."""

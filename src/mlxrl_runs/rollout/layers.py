@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma2
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 Arrays = tuple[mx.array, ...]  # of one layer, rows first; empty before anything was read
@@ -26,13 +25,11 @@ class Keeps(Enum):
 
 
 def kept_by(model: nn.Module) -> tuple[Keeps, ...] | None:
-    """For each layer; None for a model with a layer that keeps anything else, or that cannot read rows of its own mask.
+    """For each layer; None for a model with a layer that keeps anything else.
 
     A sliding window keeps all keys and values too, and masks those it has left behind: a row that another one shares
     its batch with can then be continued at any length.
     """
-    if isinstance(model, gemma2.Model) and model.args.num_attention_heads != model.args.num_key_value_heads:
-        return None  # it takes a mask of rows for one of heads: an error, or wrong where there are as many of both
     kinds: dict[type, Keeps] = {
         KVCache: Keeps.KEYS_AND_VALUES,
         RotatingKVCache: Keeps.KEYS_AND_VALUES,
