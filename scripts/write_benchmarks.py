@@ -2,10 +2,14 @@
 
 python scripts/bench_learning.py --json learning.json
 python scripts/bench_learning.py --seeds 5 --json arithmetic.json env=arithmetic
-python scripts/bench_rollout.py --json rollout.json
+python scripts/bench_rollout.py --adapter full --json rollout.json
+python scripts/bench_rollout.py --adapter full --model random --cases fixed,geometric --json rollout_11m.json
+python scripts/bench_step.py --json step.json
 python scripts/bench_startup.py --json startup.json
 python scripts/check_equivalence.py --json equivalence.json
 python scripts/write_benchmarks.py --folder . [--out docs/benchmarks.md]
+
+What was measured on a GPU lies in docs/measured/ and is written out with the rest.
 """
 
 import argparse
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_rollout
+import bench_step
 from bench_learning import table, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,8 +31,8 @@ def document(measured: dict[str, Any]) -> str:
     return f"""# Benchmarks
 
 Measured on {rollout["device"]}, 2 cores, backend {rollout["backend"]}, MLX {version("mlx")}, with OpenBLAS. Machines are
-noisy: compare only what one run of one script measured. Metal and CUDA were not measured. This page is written by
-`scripts/write_benchmarks.py` from the files that the commands below leave with `--json FILE`.
+noisy: compare only what one run of one script measured. Metal was not measured; one NVIDIA GPU was, see below. This page is
+written by `scripts/write_benchmarks.py` from the files that the commands below leave with `--json FILE`.
 
 ## Does it learn: the doors world
 
@@ -53,12 +58,47 @@ Mean sampled reward: {rise(arithmetic, "gigpo")}; {rise(arithmetic, "grpo")}.
 
 ## Rollout
 
-`python scripts/bench_rollout.py`; its first lines say what the cases and columns are.
+`python scripts/bench_rollout.py --adapter full`; its first lines say what the cases and columns are. Everybody samples from the
+same weights, without an adapter. The tiny model, float32, {dated(rollout)}:
 
 {rollout_tables(rollout)}
 
+An 11M model (`--model random --cases fixed,geometric`), float32:
+
+{rollout_tables(measured["rollout_11m"])}
+
 `python scripts/check_equivalence.py`: {equivalence["tokens"]:,} sampled tokens of both environments compared;
 {equivalence["ties"]} episodes parted at a tie (two best scores within 1e-4), {equivalence["errors"]} elsewhere.
+
+## A whole step
+
+`python scripts/bench_step.py`: rollout and update, answers ended by the policy, everything else as each trainer comes.
+
+#{bench_step.shown(measured["step"])}
+
+## On one NVIDIA H200
+
+Random weights in Qwen3-0.6B's shape, prompts of 128 tokens. Short rows are bound by the host, which builds and submits some 600
+kernels a step; runs of the same command on other hosts differed by 30% and more, so read the ratios. `bfloat16`, no adapter:
+
+{gpu_tables("h200_bf16")}
+
+Four rows again, beside the other packages, nine rounds:
+
+{gpu_tables("h200_bf16_4_rows")}
+
+4-bit base under an unmerged LoRA (rank 16), which is the shape of a Mac; `rollout.merge_adapter=always` unpacks the base while
+sampling:
+
+{gpu_tables("h200_4bit_4_rows")}
+
+16 prompts, 4 rows each:
+
+{gpu_tables("h200_4bit_64_rows")}
+
+A whole step of one prompt and four rows, 4-bit base:
+
+#{bench_step.shown(on_gpu("h200_step"))}
 
 ## Answering times
 
@@ -73,6 +113,21 @@ def rollout_tables(rollout: dict[str, Any]) -> str:
     return "\n".join(f"#{bench_rollout.shown(case)}" for case in rollout["cases"])
 
 
+def on_gpu(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"docs/measured/{name}.json").read_text())
+
+
+def gpu_tables(name: str) -> str:
+    measured = on_gpu(name)
+    return f"{dated(measured)}\n\n{rollout_tables(measured)}"
+
+
+def dated(measured: dict[str, Any]) -> str:
+    """When, and with what."""
+    versions = ", ".join(f"{package} {number}" for package, number in measured["versions"].items() if number)
+    return f"measured {measured['made_at'][:10]} with {versions}"
+
+
 def rise(results: list[dict[str, Any]], algorithm: str) -> str:
     own = [result for result in results if result["algorithm"] == algorithm]
     before, after = (sum(result[name] for result in own) / len(own) for name in ("before_reward", "after_reward"))
@@ -85,7 +140,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks.md")
     arguments = parser.parse_args()
-    names = ("learning", "arithmetic", "rollout", "startup", "equivalence")
+    names = ("learning", "arithmetic", "rollout", "rollout_11m", "step", "startup", "equivalence")
     measured = {name: json.loads((arguments.folder / f"{name}.json").read_text()) for name in names}
     arguments.out.write_text(document(measured))
 

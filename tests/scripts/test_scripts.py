@@ -105,10 +105,13 @@ def test_the_learning_benchmark_prints_a_row_a_run_and_the_page_is_written_from_
     quick = ["--seeds", "1", "steps=1", "trainer.evaluation_episodes=4"]
     assert "gigpo | 0 |" in run("bench_learning.py", *quick, "--json", str(tmp_path / "learning.json"))
     run("bench_learning.py", *quick, "env=arithmetic", "--json", str(tmp_path / "arithmetic.json"))
-    run("bench_rollout.py", "--rows", "4", "--tokens", "6", "--json", str(tmp_path / "rollout.json"))
+    few = ("--cases", "fixed", "--rows", "4", "--tokens", "6", "--repeats", "1", "--json")
+    run("bench_rollout.py", *few, str(tmp_path / "rollout.json"))
+    run("bench_rollout.py", *few, str(tmp_path / "rollout_11m.json"))
+    run("bench_step.py", "--tasks", "1", "--steps", "1", "--repeats", "1", "--json", str(tmp_path / "step.json"))
     run("check_equivalence.py", "--tokens", "300", "--json", str(tmp_path / "equivalence.json"))
     startup = {"help_seconds": 0.1, "bad_key_seconds": 0.5, "first_step_seconds": 4.0}
     (tmp_path / "startup.json").write_text(json.dumps(startup))
     run("write_benchmarks.py", "--folder", str(tmp_path), "--out", str(tmp_path / "page.md"))
     page = (tmp_path / "page.md").read_text()
-    assert "| gigpo | 0 |" in page and "### fixed: rows 4" in page
+    assert "| gigpo | 0 |" in page and "### fixed: rows 4" in page and "NVIDIA H200" in page
