@@ -28,7 +28,8 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models import gemma2
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.trainer import grad_checkpoint
@@ -223,6 +224,16 @@ def grad_checkpoint_patches_the_class() -> Seen:
     return changed, f"another model's layer is changed: {changed}"
 
 
+def gemma2_takes_rows_for_heads() -> Seen:
+    """mlx-lm's gemma2 with grouped heads reads a mask of rows as one of heads: wrong with as many rows as groups."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 32}
+    mx.random.seed(0)
+    model = gemma2.Model(gemma2.ModelArgs.from_dict({"model_type": "gemma2"} | sizes | more))
+    prompts, cache = mx.array([[0, 0, 0, 5, 6, 7], [1, 2, 3, 4, 5, 6]]), [BatchKVCache([3, 0])]
+    return _apart(model(prompts, cache=cache)[0, -1], model(prompts[:1, 3:])[0, -1])
+
+
 def eos_argument_only_adds() -> Seen:
     """TokenizerWrapper's eos_token_ids adds to the tokenizer's own end mark and cannot replace it."""
     tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
@@ -326,6 +337,7 @@ DEFECTS = (
     Defect(plain_cache_with_right_padding),
     Defect(load_adapters_leaves_the_base_trainable),
     Defect(grad_checkpoint_patches_the_class),
+    Defect(gemma2_takes_rows_for_heads),
     Defect(eos_argument_only_adds),
     Defect(dora_on_odd_bits),
     Defect(masked_decode_attention, CUDA),
