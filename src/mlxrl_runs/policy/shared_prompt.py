@@ -56,7 +56,7 @@ def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.arr
     Args: model: a stack of decoder layers that keep plain keys and values (`model.model` of mlx-lm's classes).
     """
     layers = [_PromptCache() for _ in model.layers]
-    read = model(_padded(prompts.distinct), cache=layers)
+    read = model(padded(prompts.distinct), cache=layers)
     lengths = prompts.lengths
     rest = [trajectory.tokens[length:-1] for trajectory, length in zip(batch.trajectories, lengths, strict=True)]
     width = max(map(len, rest))
@@ -64,12 +64,13 @@ def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.arr
     states = read[owner, mx.array(lengths) - 1][:, None]  # what predicts the first token behind the prompt
     if width > 0:
         view = _View(owner, mx.array(lengths, dtype=mx.int32), read.shape[1], width)
-        written = model(_padded(rest), cache=[_ContinuedCache(layer.left(), view) for layer in layers])
+        written = model(padded(rest), cache=[_ContinuedCache(layer.left(), view) for layer in layers])
         states = mx.concatenate([states, written], axis=1)
     return states[rows, columns - mx.array(lengths)[rows]]
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> mx.array:
+def padded(rows: Sequence[Sequence[int]]) -> mx.array:
+    """(B, T) int32: each row's tokens, filled up on the right to the longest."""
     width = max(map(len, rows))
     return mx.array([[*row, *([0] * (width - len(row)))] for row in rows], dtype=mx.int32)
 

@@ -104,8 +104,8 @@ class Layer:
     """One decoder layer, cut where attention looks at the keys and values of the other tokens."""
 
     def __init__(self, block: nn.Module, joins_mlp: bool):
-        self.attention, self._mlp, self._block = block.self_attn, block.mlp, block
-        attention, mlp = self.attention, self._mlp
+        self.attention, self._block = block.self_attn, block
+        attention, mlp = block.self_attn, block.mlp
         self.heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
         self._has_norms = "q_norm" in attention
         inner = [[mlp.gate_proj, mlp.up_proj]] if joins_mlp else [[mlp.gate_proj], [mlp.up_proj]]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
@@ -106,10 +107,7 @@ class RolloutEngine:
         if wish == "never" or extra == 0:
             return False, "rollout.merge_adapter=never" if extra else "no adapter"
         if wish == "auto" and is_quantised(self._model):
-            return (
-                False,
-                "the base is quantised and a merged copy would not be: rollout.merge_adapter=always",
-            )
+            return False, "the base is quantised and a merged copy would not be: rollout.merge_adapter=always"
         memory = self._decoding.memory_bytes
         if wish == "auto" and memory is not None and self._model_bytes() + extra > MERGE_SHARE * memory:
             return False, f"weights and merged copies would take over {MERGE_SHARE:.0%} of the memory"
@@ -245,12 +243,17 @@ class RolloutEngine:
         limit = self._decoding.max_cache_bytes
         if limit is None:
             return None
-        return max(limit // self.row_bytes(self._limits.max_episode_tokens), 1)
+        return max(limit // self._longest_row_bytes, 1)
 
     def _left_of_limit(self, rows: int) -> int | None:
         """What `max_cache_bytes` leaves beside so many rows; None without a limit."""
         limit = self._decoding.max_cache_bytes
-        return None if limit is None else limit - rows * self.row_bytes(self._limits.max_episode_tokens)
+        return None if limit is None else limit - rows * self._longest_row_bytes
+
+    @cached_property
+    def _longest_row_bytes(self) -> int:
+        """Measured once: it takes a forward pass."""
+        return self.row_bytes(self._limits.max_episode_tokens)
 
     def row_bytes(self, tokens: int) -> int:
         """What the model keeps of one row with room for `tokens` tokens: measured on a row of one token."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl_runs.policy.forward import last_logits
+from mlxrl_runs.policy.shared_prompt import padded
 from mlxrl_runs.rollout.blocks import DenseBlocks
 from mlxrl_runs.rollout.layers import Arrays, Keeps, Pass, layers_in
 from mlxrl_runs.rollout.plan import Way
@@ -128,8 +129,7 @@ class Stepper:
             start=rows.lengths[0] if is_level else None,
         )
         layers = layers_in(shared, self.kinds, rows.kept, rows.capacity)
-        tokens = mx.array([[*part, *([0] * (width - len(part)))] for part in parts], dtype=mx.int32)
-        logits = last_logits(self._model, tokens, mx.array([max(count - 1, 0) for count in widths]), layers)
+        logits = last_logits(self._model, padded(parts), mx.array([max(count - 1, 0) for count in widths]), layers)
         rows.kept = [layer.arrays for layer in layers]
         rows.lengths = [length + count for length, count in zip(rows.lengths, widths, strict=True)]
         return logits
@@ -201,13 +201,13 @@ class Stepper:
         capacity = max((arrays[0].shape[2] for kind, arrays in kinds if kind is Keeps.KEYS_AND_VALUES), default=0)
         writes = active.astype(mx.int32) if Keeps.STATES in self.kinds else None
         layers = layers_in(Pass(lengths, 1, writes, columns or capacity, start), self.kinds, kept, capacity)
-        live = self._model.parameters()
+        live = None if weights is None else self._model.parameters()
         try:
             if weights is not None:
                 self._model.update(weights)
             logits = self._model(tokens[:, None], cache=layers)[:, 0]
         finally:
-            if weights is not None:
+            if live is not None:
                 self._model.update(live)
         return logits, [layer.arrays for layer in layers]
 
