@@ -6,10 +6,12 @@ python examples/algorithm.py
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mlxrl_runs import compose, maths, register_algorithm, train
+from mlxrl_runs import compose, register_algorithm, train
 from mlxrl_runs.core.clipped import ClippedObjective
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from mlxrl_runs.core.batch import Batch
 
 
@@ -22,11 +24,13 @@ class Raft(ClippedObjective):
 
     name: Literal["raft"]
 
-    def credit(self, batch: "Batch") -> "Batch":
-        """Advantage 1 for the best of a group, 0 for the others; a group without a spread teaches nothing."""
-        advantage = batch.spread_rows([float(keep) for keep in self._kept(batch)])
-        weights = maths.reduction.by_name(self.reduction, advantage > 0, self.reduction_length)
-        return batch.with_(advantage=advantage, weights=weights)
+    def advantage(self, batch: "Batch") -> "mx.array":
+        """1 for the best of a group, 0 for the others; a group without a spread teaches nothing."""
+        return batch.spread_rows([float(keep) for keep in self._kept(batch)])
+
+    def trained(self, batch: "Batch") -> "mx.array":
+        """Only the best are imitated: the others are no part of the mean either."""
+        return super().trained(batch) * self.advantage(batch)
 
     def metrics(self, batch: "Batch") -> dict[str, float]:
         kept = self._kept(batch)

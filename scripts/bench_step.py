@@ -150,7 +150,7 @@ class OurTrainer:
         trajectories, cost = self._engine.play(requests, Sampling())
         batch = collate(group_up([task.name for task in tasks], trajectories, len(members)))
         batch = score(
-            self._policy, batch, config.rollout.temperature, old=config.algorithm.updates_per_batch > 1,
+            self._policy, batch, config.rollout.temperature, old=config.algorithm.needs.old,
             reference=config.tracking.kl_every > 0, rows=config.memory.micro_batch_size,
         )  # fmt: skip
         self._updater.update(config.algorithm, config.algorithm.credit(batch))

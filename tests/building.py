@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import yaml
 from mlx.utils import tree_flatten
 
+from mlxrl_runs.config import compose_config
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.batch import Batch, collate
 from mlxrl_runs.core.protocols import Scorer
@@ -23,6 +25,7 @@ from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
 from mlxrl_runs.rollout.episodes import EpisodeRequest, Limits
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
+from mlxrl_runs.training.score import score
 from mlxrl_runs.training.update import Updater
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -33,13 +36,34 @@ ENVIRONMENTS = ["arithmetic", "recurring"]
 def settings(group: str, name: str, **changes: Any) -> Any:
     """The class registered under `name`, with its yaml's values and some changed."""
     kinds = {"algorithm": registry.algorithm, "env": registry.environment, "reward": registry.reward}
-    values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    file = CONF / group / f"{name}.yaml"
+    values = algorithm_values(name) if group == "algorithm" else yaml.safe_load(file.read_text())
     return kinds[group].get(values["name"]).model_validate(values | changes)
+
+
+@cache
+def algorithm_values(name: str) -> dict[str, Any]:
+    """An algorithm's keys, those it shares with others among them, as a run of the defaults has them."""
+    return compose_config([f"algorithm={name}"])["algorithm"]
 
 
 def tiny(adapter: str = "lora", seed: int = 0, **changes: Any) -> Policy:
     options: dict[str, Any] = {"source": "tiny", "path": None, "shape": None, "rank": 4, "scale": 4.0}
     return open_policy(adapter=adapter, seed=seed, keep_reference=True, **(options | changes))
+
+
+def tiny_for(algorithm: Any, **changes: Any) -> Policy:
+    """`tiny`, with the value head that the algorithm may want."""
+    policy = tiny(**changes)
+    if algorithm.needs.values:
+        policy.add_value_head()
+    return policy
+
+
+def scored(policy: Policy, batch: Batch, algorithm: Any) -> Batch:
+    """The batch with the passes that the algorithm asks for."""
+    needs = algorithm.needs
+    return score(policy, batch, 1.0, old=needs.old, reference=needs.reference, values=needs.values, rows=0)
 
 
 def base_hash(model: nn.Module) -> str:
@@ -71,8 +95,11 @@ def updater_of(policy: Policy, learning_rate: float = 1e-3, **changes: Any) -> U
         "temperature": 1.0, "rows": 0, "checkpoint_every": 0, "max_grad_norm": 1.0, "max_nonfinite": 0, "seed": 0,
         "stop": StopRequest(),
     }  # fmt: skip
-    optimizer = make_optimizer("adam", betas=(0.9, 0.95), eps=1e-8)
-    return Updater(policy, optimizer, LearningRate(learning_rate, "constant", 0, 10, 0.1), **(options | changes))
+    fresh = lambda: make_optimizer("adam", betas=(0.9, 0.95), eps=1e-8)
+    rate = LearningRate(learning_rate, "constant", 0, 10, 0.1)
+    if policy.value_head is not None:
+        options |= {"value_optimizer": fresh(), "value_learning_rate": rate}
+    return Updater(policy, fresh(), rate, **(options | changes))
 
 
 def turn(

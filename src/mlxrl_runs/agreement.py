@@ -55,6 +55,16 @@ def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
     ]
 
 
+def _minibatches_have_groups(algorithm: Any, tasks_per_step: int) -> list[str]:
+    minibatches = getattr(algorithm, "minibatches", 1)
+    if minibatches <= int(tasks_per_step):
+        return []
+    return [
+        f"algorithm.minibatches: got {minibatches}; the {tasks_per_step} groups of a step stay whole, so that at most "
+        f"that many can be dealt. Try algorithm.minibatches={tasks_per_step}, or a larger tasks_per_step."
+    ]
+
+
 def _reward_labels_are_free(reward: Mapping[str, Any]) -> list[str]:
     """A part is logged as reward/<label>, and in evaluations beside the whole reward."""
     taken = [*WHOLE, *(["reward"] if len(reward) > 1 else [])]
@@ -206,6 +216,7 @@ def _layers(model: ModelSettings) -> int | None:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
+    (("algorithm", "tasks_per_step"), _minibatches_have_groups),
     (("reward",), _reward_labels_are_free),
     (("job", "reward"), _something_is_paid),
     (("reward", "env"), _rewards_have_an_answer),

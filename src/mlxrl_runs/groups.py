@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+NO_CHOICES = ("hydra", "parts")  # Hydra's own, and what the files of other groups are put together from
+
 
 def conf_folder() -> Path:
     """The folder of config.yaml and the groups: inside an installed package, at the top of a checkout."""
@@ -16,6 +18,6 @@ def group_choices(config_dirs: Iterable[str | Path] = ()) -> dict[str, list[str]
     choices: dict[str, set[str]] = {}
     for folder in (conf_folder(), *map(Path, config_dirs)):
         for file in folder.glob("*/*.yaml"):
-            if file.parent.name != "hydra":
+            if file.parent.name not in NO_CHOICES:
                 choices.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(choices.items())}

@@ -16,7 +16,7 @@ from mlxrl_runs import backend as backends
 from mlxrl_runs import problems as wording
 from mlxrl_runs.config import RunConfig
 from mlxrl_runs.core.files import written_aside
-from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, RunRecord, StepResult
+from mlxrl_runs.core.protocols import Algorithm, EnvironmentFamily, HasValueHead, Refills, RunRecord, StepResult
 from mlxrl_runs.core.reward_part import RewardPart
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.errors import ConfigError, MlxrlError
@@ -30,6 +30,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 BACKEND = backends.prepare()  # before anything below imports MLX
 
 import mlx.core as mx  # noqa: E402
+from mlx.optimizers import Optimizer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
@@ -51,6 +52,7 @@ from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
 from mlxrl_runs.training.collapse import CollapseGuard  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
+from mlxrl_runs.training.kl_control import KlControl  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, StepCallback, Trainer  # noqa: E402
 from mlxrl_runs.training.metrics import evaluation_metrics  # noqa: E402
 from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: E402
@@ -194,6 +196,8 @@ class Run:
         rollout = self.config.rollout
         self.policy = open_policy_of(self.config, keep_reference=self._compares)
         self._require_layers_enough()
+        if self.algorithm.needs.values and self.config.job is not Job.EVALUATE:
+            self.policy.add_value_head()
         small = self.policy.hidden_size < backends.SHARED_BLAS_FROM
         self.blas_threads = 1 if small and backends.use_blas_threads(BACKEND, 1) else None
         self.engine = RolloutEngine(
@@ -263,7 +267,7 @@ class Run:
     @property
     def _compares(self) -> bool:
         """Whether anything asks for the reference policy."""
-        return self.algorithm.needs_reference or self.config.tracking.kl_every > 0
+        return self.algorithm.needs.reference or self.config.tracking.kl_every > 0
 
     def _model_record(self) -> dict[str, str | None]:
         """What was opened; a commit that main stood for is told, so that it can be pinned."""
@@ -356,16 +360,31 @@ class Run:
         timings = {"rollout_step_milliseconds": self.engine.timings} if self.engine.timings else {}
         self.folder.update(wandb_id=self.tracker.run_id, **timings)
 
-    def _updater(self, learning_rate: LearningRate) -> Updater:
+    def _optimizer(self) -> Optimizer:
+        optimizer = self.config.optimizer
+        return make_optimizer(
+            optimizer.name,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay if isinstance(optimizer, AdamWSettings) else 0.0,
+        )
+
+    def _scheduled(self, peak: float) -> LearningRate:
+        """The schedule of the optimizer section, over all of the run's optimizer steps."""
+        optimizer, algorithm = self.config.optimizer, self.algorithm
+        return LearningRate(
+            peak,
+            optimizer.schedule,
+            optimizer.warmup_steps,
+            self.config.steps * algorithm.updates_per_batch * algorithm.minibatches,
+            optimizer.final_learning_rate_ratio,
+        )
+
+    def _updater(self, learning_rate: LearningRate, **value: Any) -> Updater:
         config, optimizer = self.config, self.config.optimizer
         return Updater(
             self.policy,
-            make_optimizer(
-                optimizer.name,
-                betas=optimizer.betas,
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay if isinstance(optimizer, AdamWSettings) else 0.0,
-            ),
+            self._optimizer(),
             learning_rate,
             temperature=config.rollout.temperature,
             rows=config.memory.micro_batch_size,
@@ -374,7 +393,15 @@ class Run:
             max_nonfinite=config.trainer.max_nonfinite_updates,
             seed=config.seed,
             stop=self.stop,
+            **value,
         )
+
+    def _rl_updater(self) -> Updater:
+        rate = self._scheduled(self.config.optimizer.learning_rate)
+        if not isinstance(self.algorithm, HasValueHead):
+            return self._updater(rate)
+        value_rate = self._scheduled(self.algorithm.value_learning_rate)
+        return self._updater(rate, value_optimizer=self._optimizer(), value_learning_rate=value_rate)
 
     def _warm_starter(self) -> WarmStarter | None:
         settings = self.config.trainer.warm_start
@@ -392,14 +419,8 @@ class Run:
         )
 
     def _trainer(self) -> Trainer:
-        config, optimizer, guard = self.config, self.config.optimizer, self.config.trainer.collapse_guard
-        rate = LearningRate(
-            optimizer.learning_rate,
-            optimizer.schedule,
-            optimizer.warmup_steps,
-            config.steps * self.algorithm.updates_per_batch,
-            optimizer.final_learning_rate_ratio,
-        )
+        config, guard = self.config, self.config.trainer.collapse_guard
+        chooses = isinstance(self.algorithm, Refills) and self.algorithm.max_refills > 0
         experience = OnPolicy(
             self.engine,
             self.family,
@@ -407,12 +428,13 @@ class Run:
             seed=config.seed,
             tasks_per_step=config.tasks_per_step,
             group_size=config.group_size,
+            refills=cast(Refills, self.algorithm) if chooses else None,
         )
         return Trainer(
             policy=self.policy,
             experience=experience,
             algorithm=self.algorithm,
-            updater=self._updater(rate),
+            updater=self._rl_updater(),
             evaluator=self.evaluator,
             tracker=self.tracker,
             checkpoints=Checkpoints(self.folder.path),
@@ -436,6 +458,7 @@ class Run:
             fix_reference=self._fix_reference,
             warm_starter=self._warm_starter(),
             guard=CollapseGuard(guard.window_steps, guard.lost_share) if guard.enabled else None,
+            kl_control=KlControl.of(self.algorithm),
             callbacks=self.callbacks,
         )
 

@@ -17,7 +17,17 @@ from pydantic import (
 )
 
 from mlxrl_runs.core.reward_part import RewardPart
-from mlxrl_runs.core.settings import Count, Float, NonNegative, Positive, PositiveInt, Settings, UnitInterval
+from mlxrl_runs.core.settings import (
+    Count,
+    Float,
+    NonNegative,
+    OpenShare,
+    Positive,
+    PositiveInt,
+    Settings,
+    Share,
+    UnitInterval,
+)
 
 
 def _as_text(value: Any) -> Any:
@@ -33,10 +43,6 @@ Text = Annotated[str, BeforeValidator(_as_text)]
 def _settled(value: str | None) -> str | None:
     """A folder that stays the same one while `outputs/latest` moves on."""
     return value if value is None or not Path(value).expanduser().is_dir() else str(Path(value).expanduser().resolve())
-
-
-Share = Annotated[Float, Field(ge=0, lt=1)]  # [0, 1)
-OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 
 
 class Job(StrEnum):

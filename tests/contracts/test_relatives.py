@@ -51,7 +51,7 @@ def test_gigpo_judges_a_turn_by_the_other_turns_taken_in_its_state():
     # returns to go, gamma .5: in a 1 + .5 x 0 = 1 and 0 + .5 x 2 = 1, no spread; in b 0 and 2, centred -1 and +1
     one = trajectory(turn([7, 8], 1.0, "a"), turn([9, 8], 0.0, "b"))
     two = trajectory(turn([7, 8], 0.0, "a"), turn([6, 8], 2.0, "b"), member=1)
-    algorithm = settings("algorithm", "gigpo", gamma=0.5, normalization="mean")
+    algorithm = settings("algorithm", "gigpo", gamma=0.5, advantage_scaling="none")
     batch = algorithm.credit(collate([Group("t", (one, two))]))
     # episodes: 1 and 2, centred -.5 and +.5
     assert batch.advantage.tolist()[0] == pytest.approx([0, 0, -0.5, -0.5, 0, 0, -1.5, -1.5])

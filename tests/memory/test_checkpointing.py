@@ -12,7 +12,7 @@ from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.memory.checkpointing import checkpointed
 from mlxrl_runs.policy import forward
 from mlxrl_runs.policy.adapters import add_adapter
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.policy.load import open_policy
 from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
@@ -31,7 +31,7 @@ def episodes(prompts, members=4):
 
 
 def gradient_of(model, batch, every):
-    slope = nn.value_and_grad(model, lambda module: (action_logp(module, batch, 1.0)[0] ** 2).sum())
+    slope = nn.value_and_grad(model, lambda module: (token_outputs(module, batch, 1.0).logp ** 2).sum())
     model.train()
     with checkpointed(model, every):
         value, gradient = slope(model)

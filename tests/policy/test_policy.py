@@ -12,7 +12,7 @@ from families import SIZES
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.policy.load import TINY, open_policy
 from mlxrl_runs.policy.precision import is_quantised, with_precision
 from mlxrl_runs.rollout.on_policy import group_up
@@ -204,7 +204,7 @@ def test_dropout_acts_while_a_gradient_is_taken_and_nowhere_else():
     assert mx.array_equal(policy.model(PROMPT), policy.model(PROMPT))
     trajectories, _ = engine_of(policy).play(some_requests("arithmetic"), Sampling())
     batch = collate([Group("all", tuple(trajectories))])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4  # sampled without dropout
     report = updater_of(policy).update(settings("algorithm", "grpo"), settings("algorithm", "grpo").credit(batch))
     assert mx.abs(report.logp - logp).max().item() > 1e-2  # trained with it
@@ -217,11 +217,13 @@ def test_the_split_head_gives_what_the_whole_model_gives(monkeypatch):
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
     batch = collate([Group("all", tuple(trajectories))])
-    split, entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
+    split = token_outputs(policy.model, batch, 0.8)
     monkeypatch.setattr(forward, "SPLITTABLE", ())
-    whole, whole_entropy = action_logp(policy.model, batch, 0.8, with_entropy=True)
-    assert mx.abs(split - whole).max().item() < 1e-5
-    assert mx.abs(entropy - whole_entropy).max().item() < 1e-5
+    whole = token_outputs(policy.model, batch, 0.8)
+    assert mx.abs(split.logp - whole.logp).max().item() < 1e-5
+    assert mx.abs(split.entropy - whole.entropy).max().item() < 1e-5
+    assert mx.array_equal(split.is_likeliest, whole.is_likeliest)
+    assert 0 < split.is_likeliest.sum().item() < batch.action_mask.sum().item()
 
 
 def test_h09_old_and_reference_log_probabilities_use_the_sampling_temperature_too():
@@ -232,8 +234,8 @@ def test_h09_old_and_reference_log_probabilities_use_the_sampling_temperature_to
     scored = score(policy, batch, 0.5, old=True, reference=True, rows=0)
     assert mx.abs(scored.old_logp - batch.sampler_logp).max().item() < 1e-4
     with policy.reference() as reference:
-        expected, _ = action_logp(reference, batch, 0.5)
-        undivided, _ = action_logp(reference, batch, 1.0)
+        expected = token_outputs(reference, batch, 0.5).logp
+        undivided = token_outputs(reference, batch, 1.0).logp
     assert mx.array_equal(scored.reference_logp, expected)
     assert mx.abs(expected - undivided).max().item() > 0.1
 
@@ -241,9 +243,9 @@ def test_h09_old_and_reference_log_probabilities_use_the_sampling_temperature_to
 def test_h07_padding_changes_no_log_probability_of_any_turn():
     policy = tiny()
     trajectories, _ = engine_of(policy).play(some_requests("recurring", tasks=2), Sampling())
-    together, _ = action_logp(policy.model, collate([Group("all", tuple(trajectories))]), 1.0)
+    together = token_outputs(policy.model, collate([Group("all", tuple(trajectories))]), 1.0).logp
     for row, episode in enumerate(trajectories):
-        alone, _ = action_logp(policy.model, collate([Group("one", (episode,))]), 1.0)
+        alone = token_outputs(policy.model, collate([Group("one", (episode,))]), 1.0).logp
         assert mx.abs(together[row, : alone.shape[1]] - alone[0]).max().item() < 1e-5
 
 
@@ -254,7 +256,7 @@ def test_a_frozen_head_in_chunks_gives_the_gradient_of_the_plain_one(monkeypatch
     shake(policy)
     trajectories, _ = engine_of(policy).play(some_requests("recurring"), Sampling())
     batch = collate([Group("all", tuple(trajectories))])
-    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 0.8)[0] ** 2).sum())
+    slope = nn.value_and_grad(policy.model, lambda model: (token_outputs(model, batch, 0.8).logp ** 2).sum())
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * policy.model.args.vocab_size)  # five positions at a time
     value, chunked = slope(policy.model)
     monkeypatch.setattr(forward, "SPLITTABLE", ())
@@ -273,7 +275,7 @@ def test_a_prompt_computed_once_for_its_group_gives_the_gradient_of_one_pass_a_r
     requests = some_requests(environment, tasks=3, members=4)
     trajectories, _ = engine_of(policy).play(requests, Sampling())
     batch = collate(group_up(["a", "b", "c"], trajectories, 4))
-    slope = nn.value_and_grad(policy.model, lambda model: (action_logp(model, batch, 1.0)[0] ** 2).sum())
+    slope = nn.value_and_grad(policy.model, lambda model: (token_outputs(model, batch, 1.0).logp ** 2).sum())
     monkeypatch.setattr(forward, "SHARE_FROM", 0.0)
     value, shared = slope(policy.model)
     monkeypatch.setattr(forward, "SHARE_FROM", 2.0)
@@ -302,6 +304,6 @@ def test_a_model_that_forgets_what_is_far_back_reads_each_row_by_itself():
     model = llama.Model(llama.ModelArgs.from_dict(sizes))
     members = [trajectory(turn([20 + member, 30, 31], context=range(10)), member=member) for member in range(4)]
     batch = collate([Group("t", tuple(members))])
-    shared, _ = action_logp(model, batch, 1.0)
-    alone = [action_logp(model, batch.select_rows(row, row + 1), 1.0)[0] for row in range(4)]  # nothing to share
+    shared = token_outputs(model, batch, 1.0).logp
+    alone = [token_outputs(model, batch.select_rows([row]), 1.0).logp for row in range(4)]  # nothing to share
     assert mx.abs(shared - mx.concatenate(alone)).max().item() < 1e-4

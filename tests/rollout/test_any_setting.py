@@ -15,7 +15,7 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.policy.adapters import add_adapter
 from mlxrl_runs.policy.chat import ChatFormat
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.policy.precision import with_precision
 from mlxrl_runs.rollout import engine as engines
 from mlxrl_runs.rollout import stepping
@@ -115,7 +115,7 @@ def test_whatever_the_setting_a_row_is_what_it_is_alone(number, monkeypatch):
             parts = next(place for place, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
             assert statistics.margins[request.key][parts] < TIE
     batch = collate([Group("all", tuple(together))])
-    scored, _ = action_logp(model, batch, sampling.temperature)
+    scored = token_outputs(model, batch, sampling.temperature).logp
     assert mx.abs(scored - batch.sampler_logp).max().item() < 3e-4
 
 

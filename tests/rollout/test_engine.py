@@ -14,7 +14,7 @@ from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason
 from mlxrl_runs.errors import ConfigError, EnvironmentFailure, Interrupted
 from mlxrl_runs.policy.chat import ChatFormat
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.rollout import engine as engines
 from mlxrl_runs.rollout import stepping
 from mlxrl_runs.rollout.engine import Decoding, RolloutEngine
@@ -61,7 +61,7 @@ def test_sampled_log_probabilities_are_those_of_a_full_forward_at_the_sampling_t
     requests = some_requests(environment)
     trajectories, _ = engine_of(policy).play(requests, Sampling(temperature=temperature, top_k=50))
     batch = collate([Group("all", tuple(trajectories))])
-    logp, _ = action_logp(policy.model, batch, temperature)
+    logp = token_outputs(policy.model, batch, temperature).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 
@@ -134,7 +134,7 @@ def test_a_prompt_kept_for_members_to_come_is_not_written_over():
     assert len({len(policy.tokenizer(word)["input_ids"]) for word in words}) == 1
     episodes, _ = engine_of(policy, decoding=Decoding(max_rows=2), ignore_eos=True).play(requests, Sampling())
     batch = collate([Group("all", tuple(episodes))])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 
@@ -184,7 +184,7 @@ def test_the_same_tokens_however_they_are_decoded(environment, decoding):
     again, _ = engine.play(requests[::-1], Sampling())  # the other way round, with what was compiled before
     assert count_ties(zip(plain, again[::-1], strict=True), statistics.margins) <= 1
     batch = collate([Group("all", tuple(got))])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 
@@ -238,7 +238,7 @@ def test_a_policy_that_learned_is_sampled_as_it_is_now(compile_when):
     after, _ = engine.play(requests, Sampling())
     assert [row.tokens for row in before] != [row.tokens for row in after]
     batch = collate([Group("all", tuple(after))])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 
@@ -261,7 +261,7 @@ def test_an_adapter_is_not_merged_into_quantised_weights_nor_beyond_the_memory()
     for either in (engine, unpacked):
         trajectories, _ = either.play(some_requests("arithmetic"), Sampling())
         batch = collate([Group("all", tuple(trajectories))])
-        logp, _ = action_logp(quantised.model, batch, 1.0)
+        logp = token_outputs(quantised.model, batch, 1.0).logp
         assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
     small = engine_of(tiny(), decoding=Decoding(merge_adapter="auto", memory_bytes=1_000_000))
     assert not small.merges and "60%" in small.merge_reason
@@ -399,7 +399,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch):
     pieces, _ = engine_of(policy).play(requests, Sampling())
     assert [row.tokens for row in pieces] == [row.tokens for row in whole]
     batch = collate([Group("all", tuple(pieces))])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     assert mx.abs(logp - batch.sampler_logp).max().item() < 1e-4
 
 

@@ -13,7 +13,7 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.trajectory import Group, StopReason
 from mlxrl_runs.policy.adapters import add_adapter
 from mlxrl_runs.policy.chat import ChatFormat
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.policy.precision import with_precision
 from mlxrl_runs.rollout import engine as engines
 from mlxrl_runs.rollout.blocks import DenseBlocks
@@ -156,7 +156,7 @@ def test_h10_every_family_samples_what_training_scores(family, compile_when):
     ]
     episodes, _ = engine.play(requests, Sampling())
     batch = collate([Group("all", tuple(episodes))])  # padded on the right, where nothing looks
-    scored, _ = action_logp(model, batch, 1.0)
+    scored = token_outputs(model, batch, 1.0).logp
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4
 
 
@@ -207,7 +207,7 @@ def sampled_apart_from_scored(model):
     requests = [EpisodeRequest("talk", n, lambda: Talk(2), ("talk", n)) for n in range(3)]
     episodes, _ = engine.play(requests, Sampling())
     batch = collate([Group("all", tuple(episodes))])
-    scored, _ = action_logp(model, batch, 1.0)
+    scored = token_outputs(model, batch, 1.0).logp
     return mx.abs(scored - batch.sampler_logp).max().item()
 
 
@@ -242,5 +242,5 @@ def test_a_row_that_a_stop_string_ended_reads_on_from_there(family):
     episodes, _ = engine.play(requests, Sampling())
     assert {turn.stop for episode in episodes for turn in episode.turns[:-1]} >= {StopReason.STOP_STRING}
     batch = collate([Group("all", tuple(episodes))])
-    scored, _ = action_logp(model, batch, 1.0)
+    scored = token_outputs(model, batch, 1.0).logp
     assert mx.abs(scored - batch.sampler_logp).max().item() < 1e-4

@@ -6,7 +6,17 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from building import ALGORITHMS, engine_of, one_turn_batch, settings, some_requests, tiny, updater_of
+from building import (
+    ALGORITHMS,
+    engine_of,
+    one_turn_batch,
+    scored,
+    settings,
+    some_requests,
+    tiny,
+    tiny_for,
+    updater_of,
+)
 from mlxrl_runs.core.batch import collate
 from mlxrl_runs.errors import TrainingError
 from mlxrl_runs.rollout.on_policy import group_up
@@ -32,11 +42,11 @@ def gap(one, other):
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "fixed_length"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_h04_micro_batches_add_up_to_the_whole_for_every_reduction(name, reduction):
-    length = 32 if reduction == "fixed_length" else None
-    algorithm = settings("algorithm", name, reduction=reduction, reduction_length=length, kl_coef=0.1)
-    policy = tiny()
-    batch = score(policy, rolled_out(policy), 1.0, old=False, reference=True, rows=0)
-    batch = algorithm.credit(batch)
+    # every term of the loss at once
+    terms = {"kl_coef": 0.1, "entropy_coef": 0.01, "echo_coef": 0.1, "mismatch_correction": "truncate"}
+    algorithm = settings("algorithm", name, reduction=reduction, **terms)
+    policy = tiny_for(algorithm)
+    batch = algorithm.credit(scored(policy, rolled_out(policy), algorithm))
     losses, gradients = [], []
     for rows in (0, 1, 5):
         report, gradient = updater_of(policy, rows=rows)._gradient(algorithm, batch)
@@ -64,10 +74,8 @@ def test_h05_the_policy_loss_of_each_reduction_is_the_one_worked_by_hand():
     # token mean (-a + 3a) / 4 = a / 2; sequence mean (-a + a) / 2 = 0; fixed length 4: (-a + 3a) / (2 x 4) = a / 4
     a = 0.5 / (math.sqrt(0.5) + 1e-4)
     batch = one_turn_batch([[1.0, 0.0]], lengths=[1, 3])
-    for reduction, length, expected in (
-        ("token_mean", None, a / 2), ("sequence_mean", None, 0.0), ("fixed_length", 4, a / 4),
-    ):  # fmt: skip
-        algorithm = settings("algorithm", "grpo", reduction=reduction, reduction_length=length)
+    for reduction, expected in (("token_mean", a / 2), ("sequence_mean", 0.0), ("fixed_length", a / 4)):
+        algorithm = settings("algorithm", "grpo", reduction=reduction, reduction_length=4)
         report, _ = updater_of(tiny())._gradient(algorithm, algorithm.credit(batch))
         assert report.losses["policy"] == pytest.approx(expected, abs=1e-6)
 
@@ -134,7 +142,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_is_logged_before():
         updater.optimizer.update = lambda model, gradient: seen.append(dict(tree_flatten(gradient)))
         report = updater.update(algorithm, batch)
     norm = lambda gradient: math.sqrt(sum(array.square().sum().item() for array in gradient.values()))
-    assert norm(seen[0]) == pytest.approx(report.grad_norm, rel=1e-4)
+    assert norm(seen[0]) == pytest.approx(report.grad_norms["policy"], rel=1e-4)
     assert norm(seen[1]) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -162,7 +170,7 @@ def test_h03_the_kl_term_pulls_the_policy_back_to_its_reference():
     flat = one_turn_batch([[1.0, 1.0], [0.0, 0.0]])  # no advantage: only the KL acts
     batch = algorithm.credit(score(policy, flat, 1.0, old=False, reference=True, rows=0))
     report = updater_of(policy).update(algorithm, batch)
-    assert report.losses["kl"] == 0.0 and report.grad_norm == 0.0  # policy = reference
+    assert report.losses["kl"] == 0.0 and report.grad_norms["policy"] == 0.0  # policy = reference
     for name, array in tree_flatten(policy.model.trainable_parameters()):
         push = 0.05 * mx.random.normal(array.shape, key=mx.random.key(len(name)))
         policy.model.load_weights([(name, array + push)], strict=False)

@@ -9,7 +9,7 @@ from mlxrl_runs.core.protocols import StepResult
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.envs.python import PythonFile
 from mlxrl_runs.errors import ConfigError
-from mlxrl_runs.policy.forward import action_logp
+from mlxrl_runs.policy.forward import token_outputs
 from mlxrl_runs.rollout.sampling import Sampling
 from mlxrl_runs.training.evaluate import Evaluator
 from mlxrl_runs.training.warm_start import WarmStarter
@@ -45,7 +45,7 @@ def test_the_cross_entropy_is_the_mean_over_the_actions_tokens():
     policy, family = tiny(), settings("env", "arithmetic")
     warm = starter(policy, family)
     batch = collate([Group(episode.task, (episode,)) for episode in warm._episodes(1)])
-    logp, _ = action_logp(policy.model, batch, 1.0)
+    logp = token_outputs(policy.model, batch, 1.0).logp
     by_hand = -logp.sum().item() / batch.action_mask.sum().item()
     assert warm.train() == [pytest.approx(by_hand, rel=1e-5)]
 

@@ -197,9 +197,9 @@ class Bench:
         """
         batch = collate(group_up([str(len(SENTENCES) - 1)], self.episodes[-MEMBERS:], MEMBERS))
         algorithm = self.algorithm
-        several = algorithm.updates_per_batch > 1
+        needs = algorithm.needs
         return algorithm.credit(
-            score(self.policy, batch, 1.0, old=several, reference=algorithm.needs_reference, rows=0)
+            score(self.policy, batch, 1.0, old=needs.old, reference=needs.reference, values=needs.values, rows=0)
         )
 
     @property

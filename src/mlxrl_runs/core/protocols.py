@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from mlxrl_runs.core.batch import Batch
+    from mlxrl_runs.core.outputs import TokenOutputs
     from mlxrl_runs.core.trajectory import Group, Trajectory
 
 
@@ -128,20 +129,46 @@ class EnvironmentFamily(Protocol):
         """An environment for one member of the task's group. All members get the same seed."""
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm reads beside the sampled tokens and their log-probabilities.
+
+    Attributes:
+        old, reference: `batch.old_logp`, `batch.reference_logp`: a forward pass each.
+        observations: log-probabilities of what the environment wrote.
+        entropy_gradient: the entropy as something to be trained, not merely looked at.
+        value_gradient: share of the value loss's gradient that reaches the model under the value head; None: no head.
+    """
+
+    old: bool = False
+    reference: bool = False
+    observations: bool = False
+    entropy_gradient: bool = False
+    value_gradient: float | None = None
+
+    @property
+    def values(self) -> bool:
+        return self.value_gradient is not None
+
+
 class Algorithm(Protocol):
     """How experience becomes a loss. Data in, data out: no model, no randomness."""
 
-    updates_per_batch: int  # optimizer steps taken on one batch
+    updates_per_batch: int  # times that a batch is gone through
+    minibatches: int  # optimizer steps of each time
+    kl_stop: float | None  # nats per token from the policy that sampled, at which a batch gets no more steps
 
     @property
-    def needs_reference(self) -> bool:
-        """True when the loss itself reads `batch.reference_logp`."""
+    def needs(self) -> Needs: ...
 
     def credit(self, batch: "Batch") -> "Batch":
-        """The batch with `advantage` and `weights` (B, T), fixed once over everything one optimizer step sees."""
+        """The batch with `advantage`, `trained_mask` and what `weigh` adds."""
 
-    def loss(self, logp: "mx.array", batch: "Batch") -> "dict[str, mx.array]":
-        """Named (B, T) summands of the per-token loss, to be multiplied by `batch.weights` and added up."""
+    def weigh(self, batch: "Batch") -> "Batch":
+        """The batch, or minibatch, with `weights` (B, T) fixed over everything that one optimizer step sees."""
+
+    def loss(self, outputs: "TokenOutputs", batch: "Batch") -> "dict[str, mx.array]":
+        """Named scalars that are minimised together, each a sum of weighted numbers: parts of a batch add up."""
 
     def metrics(self, batch: "Batch") -> dict[str, float]:
         """Numbers this algorithm adds to the log, after `credit`."""
@@ -150,11 +177,69 @@ class Algorithm(Protocol):
         """ratio/* and clip/* numbers; asked for only when a batch gets more than one optimizer step."""
 
 
+@runtime_checkable
+class Refills(Protocol):
+    """What an algorithm may have beside: a choice among the groups, with others sampled in their place."""
+
+    max_refills: int  # further rounds of sampling in one step
+
+    def wants(self, group: "Group") -> bool: ...
+
+
+@runtime_checkable
+class HasValueHead(Protocol):
+    """What an algorithm with `needs.values` has beside."""
+
+    value_learning_rate: float
+
+
+@runtime_checkable
+class AdaptsKl(Protocol):
+    """What an algorithm may have beside: a KL coefficient that follows the measured KL."""
+
+    kl_coef: float
+    kl_target: float | None  # nats per token; None: the coefficient stays
+    kl_horizon: float  # episodes
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was rolled out for one step.
+
+    Attributes:
+        kept: the groups to train on.
+        groups: all of them, in the order they were played.
+        env_seconds: spent in environments, or waiting for those in threads.
+        refills: rounds of sampling after the first.
+    """
+
+    kept: "list[Group]"
+    groups: "list[Group]"
+    sampled_tokens: int
+    env_seconds: float
+    refills: int = 0
+
+    def __add__(self, other: "Sampled") -> "Sampled":
+        return Sampled(
+            self.kept + other.kept,
+            self.groups + other.groups,
+            self.sampled_tokens + other.sampled_tokens,
+            self.env_seconds + other.env_seconds,
+        )
+
+    @property
+    def unused_tokens(self) -> int:
+        """Sampled tokens of groups that are not trained on."""
+        return self.sampled_tokens - sum(row.action_count for group in self.kept for row in group.trajectories)
+
+
 class Experience(Protocol):
     """Where groups of trajectories come from."""
 
-    def groups(self, step: int) -> "list[Group]":
-        """The groups that step trains on."""
+    group_size: int
+
+    def sample(self, step: int) -> Sampled:
+        """What that step trains on, and what it cost to get it."""
 
 
 class Tracker(Protocol):

@@ -1,7 +1,6 @@
 """Base of every config schema: frozen, typed, ranges checked, unknown keys refused. Imports no MLX."""
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -25,22 +24,17 @@ PositiveInt = Annotated[Int, Field(ge=1)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Positive = Annotated[Float, Field(gt=0)]
 UnitInterval = Annotated[Float, Field(ge=0, le=1)]
+Share = Annotated[Float, Field(ge=0, lt=1)]  # [0, 1)
+OpenShare = Annotated[Float, Field(gt=0, le=1)]  # (0, 1]
 
 
-class Reduction(StrEnum):
-    """How per-token losses become one number."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
-    SEQUENCE_SUM = "sequence_sum"
-    FIXED_LENGTH = "fixed_length"
-
-
-class KlGradient(StrEnum):
-    """Which gradient the KL term has: the estimator's own, or TRL's, corrected by the importance ratio."""
-
-    PLAIN = "plain"
-    CORRECTED = "corrected"
+# Choices that algorithms share; docs/algorithms.md says what each of them means.
+Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+RatioLevel = Literal["token", "turn", "sequence", "sequence_product"]
+AdvantageScaling = Literal["group", "batch", "none"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlGradient = Literal["plain", "corrected", "k2"]
+Correction = Literal["truncate", "mask"]
 
 
 class Recommended(Settings):

@@ -105,6 +105,10 @@ class Trajectory:
             position += len(turn.context) + len(turn.action)
         return spans
 
+    def answer_spans(self) -> list[tuple[int, int]]:
+        """`observation_spans` without the first, which stands in the prompt and answers no action."""
+        return self.observation_spans()[1:]
+
 
 @dataclass(frozen=True)
 class Group:

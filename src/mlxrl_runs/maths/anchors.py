@@ -10,7 +10,6 @@ from typing import Literal
 
 from mlxrl_runs.maths.baselines import Scaling, group_advantage
 
-Normalization = Literal["std", "mean"]
 EpisodeStatistics = Literal["trajectory", "step"]
 
 
@@ -37,28 +36,28 @@ def group_sizes(groups: Sequence[int]) -> list[int]:
 
 
 def step_advantage(
-    returns: Sequence[float], groups: Sequence[int], normalization: Normalization, eps: float = 1e-4
+    returns: Sequence[float], groups: Sequence[int], scaling: Scaling, eps: float = 1e-4, ddof: int = 1
 ) -> list[float]:
     """A step's discounted return against its anchor group: (G_n - mean) / (std + eps), or G_n - mean.
 
     Args:
         returns: (N,) return to go, in the reward's unit.
         groups: (N,), as from `step_groups`.
-        normalization: `std`, or `mean` for centring only.
-        eps: added to the std, in the reward's unit.
+        scaling, eps, ddof: see `baselines.group_advantage`; `none` centres only.
     Returns: (N,).
     Source: arXiv:2505.10978, step relative advantage.
     """
-    return group_advantage(returns, groups, _scaling(normalization), eps)
+    return group_advantage(returns, groups, scaling, eps, ddof)
 
 
 def episode_advantage(
     returns: Sequence[float],
     task_ids: Sequence[Hashable],
     step_counts: Sequence[int],
-    normalization: Normalization,
+    scaling: Scaling,
     statistics: EpisodeStatistics = "trajectory",
     eps: float = 1e-4,
+    ddof: int = 1,
 ) -> list[float]:
     """A trajectory's total reward against its task's: (R_i - mean) / (std + eps), or R_i - mean.
 
@@ -66,20 +65,18 @@ def episode_advantage(
         returns: (B,) total rewards.
         task_ids: (B,).
         step_counts: (B,) steps of each trajectory.
-        normalization: `std`, or `mean` for centring only.
+        scaling, eps, ddof: see `baselines.group_advantage`; `none` centres only.
         statistics: mean and std over the task's trajectories, or over its steps, so that a trajectory counts once for
             each step it took (verl-agent's default: long episodes weigh more).
-        eps: added to the std, in the reward's unit.
     Returns: (B,); 0 for a trajectory without steps under `step`.
     Source: arXiv:2505.10978, episode relative advantage; `step`: verl-agent.
     """
-    scaling = _scaling(normalization)
     if statistics == "trajectory":
-        return group_advantage(returns, task_ids, scaling, eps)
+        return group_advantage(returns, task_ids, scaling, eps, ddof)
     if statistics != "step":
         raise ValueError(f"statistics must be trajectory or step, got {statistics!r}.")
     owner = [row for row, count in enumerate(step_counts) for _ in range(count)]
-    per_step = group_advantage([returns[row] for row in owner], [task_ids[row] for row in owner], scaling, eps)
+    per_step = group_advantage([returns[row] for row in owner], [task_ids[row] for row in owner], scaling, eps, ddof)
     advantages = [0.0] * len(returns)
     for row, advantage in zip(owner, per_step, strict=True):
         advantages[row] = advantage
@@ -103,9 +100,3 @@ def joint_advantage(
     for row, advantage in zip(owner, step, strict=True):
         joint[row].append(episode[row] + omega * advantage)
     return joint
-
-
-def _scaling(normalization: Normalization) -> Scaling:
-    if normalization not in ("std", "mean"):
-        raise ValueError(f"normalization must be std or mean, got {normalization!r}.")
-    return "group" if normalization == "std" else "none"

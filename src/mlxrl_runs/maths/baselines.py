@@ -2,7 +2,7 @@
 
 Everywhere: `group_ids[i]` says which group row i belongs to; the position says nothing. A return of NaN means that
 nobody could score the row: it is left out of every statistic and its advantage is 0. Standard deviations are those of a
-sample (divisor n - 1). Equal returns, and a row without scored siblings, give exactly 0.
+sample (divisor n - 1) unless `ddof` says otherwise. Equal returns, and a row without scored siblings, give exactly 0.
 """
 
 import math
@@ -13,7 +13,7 @@ Scaling = Literal["group", "batch", "none"]
 
 
 def group_advantage(
-    returns: Sequence[float], group_ids: Sequence[Hashable], scaling: Scaling, eps: float = 1e-4
+    returns: Sequence[float], group_ids: Sequence[Hashable], scaling: Scaling, eps: float = 1e-4, ddof: int = 1
 ) -> list[float]:
     """Return minus the group's mean, over a spread: A_i = (R_i - mean_g) / (std + eps).
 
@@ -23,19 +23,20 @@ def group_advantage(
         scaling: whose std divides: the row's `group` (GRPO), all returns of the `batch`, or `none` (Dr. GRPO: no
             division, no eps).
         eps: added to the std, in the reward's unit.
+        ddof: 1 for the std of a sample, 0 for that of a population.
     Returns: (B,), no unit; the reward's unit with `none`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; `none`: Liu et al. 2025, arXiv:2503.20783, sec. 3.
     """
     if scaling not in ("group", "batch", "none"):
         raise ValueError(f"scaling must be group, batch or none, got {scaling!r}.")
-    batch_std = sample_std([value for value in returns if not math.isnan(value)])
+    batch_std = sample_std([value for value in returns if not math.isnan(value)], ddof)
     advantages = [0.0] * len(returns)
     for rows in _scored_groups(returns, group_ids):
         values = [returns[row] for row in rows]
         if max(values) == min(values):  # the mean of equal floats may differ from them in the last bit
             continue
         mean = _mean(values)
-        spread = 1.0 if scaling == "none" else (batch_std if scaling == "batch" else sample_std(values)) + eps
+        spread = 1.0 if scaling == "none" else (batch_std if scaling == "batch" else sample_std(values, ddof)) + eps
         for row in rows:
             advantages[row] = (returns[row] - mean) / spread
     return advantages
@@ -51,23 +52,25 @@ def leave_one_out(returns: Sequence[float], group_ids: Sequence[Hashable]) -> li
     return [0.0 if math.isnan(value) else value for value in _leave_one_out(returns, group_ids)]
 
 
-def leave_one_out_normalized(returns: Sequence[float], group_ids: Sequence[Hashable], eps: float = 1e-4) -> list[float]:
+def leave_one_out_normalized(
+    returns: Sequence[float], group_ids: Sequence[Hashable], eps: float = 1e-4, ddof: int = 1
+) -> list[float]:
     """`leave_one_out`, then centred and scaled over the batch; rows without scored siblings take no part.
 
-    Args: returns: (B,) in the reward's unit; group_ids: (B,); eps: added to the std, in the reward's unit.
+    Args: returns: (B,) in the reward's unit; group_ids: (B,); eps, ddof: see `group_advantage`.
     Returns: (B,), no unit.
     Source: TRL's RLOO option `normalize_advantages`.
     """
-    return normalize_over_batch(_leave_one_out(returns, group_ids), eps)
+    return normalize_over_batch(_leave_one_out(returns, group_ids), eps, ddof)
 
 
-def normalize_over_batch(values: Sequence[float], eps: float = 1e-4) -> list[float]:
+def normalize_over_batch(values: Sequence[float], eps: float = 1e-4, ddof: int = 1) -> list[float]:
     """(x_i - mean) / (std + eps) over everything that is not NaN.
 
-    Args: values: (B,); eps: added to the std, in the values' unit.
+    Args: values: (B,); eps: added to the std, in the values' unit; ddof: see `group_advantage`.
     Returns: (B,), no unit; 0 where the value was NaN.
     """
-    return group_advantage(values, [None] * len(values), "group", eps)
+    return group_advantage(values, [None] * len(values), "group", eps, ddof)
 
 
 def combine_rewards(rewards_per_function: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
@@ -141,12 +144,12 @@ def keep_mixed_groups(returns: Sequence[float], group_ids: Sequence[Hashable]) -
     return sorted(kept)
 
 
-def sample_std(values: Sequence[float]) -> float:
-    """sqrt(sum of (x - mean)^2 / (n - 1)); 0 for fewer than two values."""
+def sample_std(values: Sequence[float], ddof: int = 1) -> float:
+    """sqrt(sum of (x - mean)^2 / (n - ddof)); 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - ddof))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -82,20 +82,21 @@ def fixed_length(mask: mx.array, length: float, row_count: mx.array | float | No
     return sequence_sum(mask, row_count) / max(length, 1)
 
 
-def by_name(name: str, mask: mx.array, length: float | None = None) -> mx.array:
-    """The weights a config asks for.
+def by_name(name: str, mask: mx.array, length: float) -> mx.array:
+    """The weights a config asks for. What is not trained leaves every denominator: rows are those with a token.
 
     Args:
         name: token_mean, sequence_mean, sequence_sum or fixed_length.
         mask: (B, T).
-        length: tokens; for fixed_length only.
+        length: tokens; read by fixed_length alone.
     Returns: (B, T).
     """
+    if name == "token_mean":
+        return token_mean(mask)
+    rows = nonempty_rows(mask)
     if name == "fixed_length":
-        if length is None:
-            raise ValueError("fixed_length needs a length")
-        return fixed_length(mask, length)
-    return {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}[name](mask)
+        return fixed_length(mask, length, rows)
+    return {"sequence_mean": sequence_mean, "sequence_sum": sequence_sum}[name](mask, rows)
 
 
 def nonempty_rows(mask: mx.array) -> mx.array:
@@ -107,17 +108,18 @@ def nonempty_rows(mask: mx.array) -> mx.array:
     return (mask != 0).any(axis=-1).sum()
 
 
-def whiten(values: mx.array, mask: mx.array, eps: float = 1e-8) -> mx.array:
-    """Centred and scaled over all tokens on the mask: (x - mean) / sqrt(var + eps), var with divisor n - 1.
+def whiten(values: mx.array, mask: mx.array, eps: float = 1e-8, ddof: int = 1) -> mx.array:
+    """Centred and scaled over all tokens on the mask: (x - mean) / sqrt(var + eps), var with divisor n - ddof.
 
     Args:
         values: (B, T).
         mask: (B, T).
         eps: added to the variance, in the values' unit squared.
+        ddof: 1 for the variance of a sample, 0 for that of a population.
     Returns: (B, T), no unit; 0 off the mask, and 0 everywhere when all values are equal.
     Source: verl's `masked_whiten`.
     """
-    centred, scale, _ = _standardised_parts(values, mask, eps)
+    centred, scale, _ = _standardised_parts(values, mask, eps, ddof)
     return masked(centred * scale, mask)
 
 
@@ -128,7 +130,7 @@ def whiten_keeping_mean(values: mx.array, mask: mx.array, eps: float = 1e-8) -> 
     Returns: (B, T); 0 off the mask.
     Source: verl's `masked_whiten(shift_mean=False)`, used on rewards.
     """
-    centred, scale, mean = _standardised_parts(values, mask, eps)
+    centred, scale, mean = _standardised_parts(values, mask, eps, 1)
     return masked(centred * scale + mean, mask)
 
 
@@ -136,7 +138,7 @@ def _indicator(mask: mx.array) -> mx.array:
     return (mask != 0).astype(mx.float32)
 
 
-def _standardised_parts(values: mx.array, mask: mx.array, eps: float) -> tuple[mx.array, mx.array, mx.array]:
+def _standardised_parts(values: mx.array, mask: mx.array, eps: float, ddof: int) -> tuple[mx.array, mx.array, mx.array]:
     """(values - mean, 1 / sqrt(var + eps), mean) over the mask; the first is exactly 0 for equal values."""
     on_mask, count = mask != 0, _indicator(mask).sum()
     mean = masked(values, mask).sum() / mx.maximum(count, 1)
@@ -144,5 +146,5 @@ def _standardised_parts(values: mx.array, mask: mx.array, eps: float) -> tuple[m
     lowest = mx.where(on_mask, values, mx.inf).min()
     # The rounding of the mean of equal values, divided by sqrt(eps), would look like an advantage.
     centred = mx.where(on_mask & (highest != lowest), values - mean, 0.0)
-    variance = mx.square(centred).sum() / mx.maximum(count - 1, 1)
+    variance = mx.square(centred).sum() / mx.maximum(count - ddof, 1)
     return centred, mx.rsqrt(variance + eps), mean

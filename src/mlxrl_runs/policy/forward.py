@@ -8,31 +8,55 @@ import mlx.nn as nn
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch
-from mlxrl_runs.policy.head import SPLITTABLE, apply_head, head_logp
+from mlxrl_runs.core.outputs import TokenOutputs
+from mlxrl_runs.core.trajectory import Trajectory
+from mlxrl_runs.policy.head import SPLITTABLE, apply_head, head_statistics
 from mlxrl_runs.policy.shared_prompt import Prompts, hidden_before, keeps_plain_kv
 
 SHARE_FROM = 0.25  # repeated prompt tokens, as a share of all tokens
 
 
-def action_logp(
-    model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[mx.array, mx.array | None]:
-    """Log-probability of every sampled token, at the sampling temperature over the full vocabulary.
+def token_outputs(
+    model: nn.Module,
+    batch: Batch,
+    temperature: float,
+    *,
+    observations: bool = False,
+    entropy_gradient: bool = False,
+    value_head: nn.Module | None = None,
+    value_gradient: float = 1.0,
+    with_ends: bool = False,
+) -> TokenOutputs:
+    """Log-probability of every sampled token, at the sampling temperature over the full vocabulary, and more.
 
     Args:
         batch: right-padded rows; the causal mask keeps padding out of every real position.
         temperature: the logits are divided by it, for policy, old and reference alike.
-    Returns: (B, T) nats, 0 where the policy did not act; and the policy's entropy there, without gradient, or None.
+        observations: also of what the environment answered; nobody sampled that, and its temperature is 1.
+        entropy_gradient: the entropy carries a gradient.
+        value_head: hidden (N, H) -> (N, 1); only for SPLITTABLE models.
+        value_gradient: share of the gradient of `values` that goes on into the model.
+        with_ends: also the value behind each row's last token.
     """
-    rows, columns = _action_positions(batch)
+    rows, columns, is_action = _positions(batch, observations)
     labels = batch.tokens[rows, columns]
+    heat = mx.where(is_action, temperature, 1.0) if observations and temperature != 1 else temperature
+    spread = _spreader(batch, rows, columns)
+    values = final_values = None
     if isinstance(model, SPLITTABLE):
-        logp, entropy = head_logp(model, _hidden_before(model, batch, rows, columns), labels, temperature)
+        behind = _with_ends(batch, rows, columns) if with_ends else (rows, columns)
+        hidden = _hidden_before(model, batch, *behind, whole=with_ends)
+        found = head_statistics(model, hidden[: len(rows)], labels, heat, entropy_gradient)
+        if value_head is not None:
+            judged = value_head(_scaled_gradient(hidden.astype(mx.float32), value_gradient)).squeeze(-1)
+            values, final_values = spread(judged[: len(rows)]), judged[len(rows) :] if with_ends else None
     else:
         logits = model(batch.tokens[:, :-1])[rows, columns - 1]
-        logp, entropy = maths.logprob.logp_and_entropy(logits, labels, temperature)
-    spread = _spreader(batch, rows, columns)
-    return spread(logp), mx.stop_gradient(spread(entropy)) if with_entropy else None
+        logp, entropy, is_likeliest, *_ = maths.logprob.statistics(logits, labels, heat)
+        found = logp, entropy if entropy_gradient else mx.stop_gradient(entropy), is_likeliest
+    logp, entropy, is_likeliest = map(spread, found)
+    entropy = mx.where(batch.action_mask, entropy, 0.0) if observations else entropy
+    return TokenOutputs(logp, entropy, is_likeliest, values, final_values)
 
 
 def last_logits(model: nn.Module, tokens: mx.array, last: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -53,23 +77,45 @@ def shares_prompts(batch: Batch, prompts: Prompts) -> bool:
     return prompts.repeated_tokens >= SHARE_FROM * sum(len(trajectory.tokens) for trajectory in batch.trajectories)
 
 
-def _action_positions(batch: Batch) -> tuple[mx.array, mx.array]:
+def _positions(batch: Batch, observations: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """(row, column, whether the policy wrote it) of every token that is looked at."""
     positions = [
-        (row, column)
+        (row, column, is_action)
         for row, trajectory in enumerate(batch.trajectories)
-        for start, end in trajectory.action_spans()
+        for is_action, (start, end) in _spans(trajectory, observations)
         for column in range(start, end)
     ]
-    rows, columns = zip(*positions, strict=True)
-    return mx.array(rows), mx.array(columns)
+    rows, columns, is_action = zip(*positions, strict=True)
+    return mx.array(rows), mx.array(columns), mx.array(is_action)
 
 
-def _hidden_before(model: nn.Module, batch: Batch, rows: mx.array, columns: mx.array) -> mx.array:
-    """(N, H): the hidden states that predict tokens[rows, columns]."""
+def _spans(trajectory: Trajectory, observations: bool) -> list[tuple[bool, tuple[int, int]]]:
+    actions = [(True, span) for span in trajectory.action_spans()]
+    return actions + [(False, span) for span in trajectory.answer_spans()] if observations else actions
+
+
+def _with_ends(batch: Batch, rows: mx.array, columns: mx.array) -> tuple[mx.array, mx.array]:
+    """Positions, and the one behind each row's last token."""
+    return mx.concatenate([rows, mx.arange(batch.rows)]), mx.concatenate([columns, batch.lengths])
+
+
+def _scaled_gradient(values: mx.array, factor: float) -> mx.array:
+    """The same numbers, with `factor` times their gradient."""
+    if factor == 1:
+        return values
+    still = mx.stop_gradient(values)
+    return still if factor == 0 else still + factor * (values - still)
+
+
+def _hidden_before(model: nn.Module, batch: Batch, rows: mx.array, columns: mx.array, whole: bool) -> mx.array:
+    """(N, H): the hidden states that predict tokens[rows, columns].
+
+    Args: whole: columns just behind a row's end are among them.
+    """
     prompts = Prompts.of(batch)
     if shares_prompts(batch, prompts) and keeps_plain_kv(model):
-        return hidden_before(model.model, batch, prompts, rows, columns)
-    return model.model(batch.tokens[:, :-1])[rows, columns - 1]
+        return hidden_before(model.model, batch, prompts, rows, columns, whole)
+    return model.model(batch.tokens if whole else batch.tokens[:, :-1])[rows, columns - 1]
 
 
 def _spreader(batch: Batch, rows: mx.array, columns: mx.array) -> Callable[[mx.array], mx.array]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.utils import load_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,10 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.errors import ConfigError
 from mlxrl_runs.policy.adapters import adapters_off, add_adapter, is_fresh, misfits, save_adapter, swapped_in
+from mlxrl_runs.policy.head import SPLITTABLE
 from mlxrl_runs.policy.precision import is_quantised, with_precision
 from mlxrl_runs.policy.shapes import SHAPES
 from mlxrl_runs.policy.smollm2 import converted
 from mlxrl_runs.policy.source import SMOLLM2_SHA256, TINY, Located, cache_folder, locate
+
+VALUE_HEAD = "value_head.safetensors"
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Policy:
         reference_is: "start", the policy as it was at the last `fix_reference`; "base", the adapter switched off.
         keeps_reference: false under full training that compares with nothing, which saves a copy of the weights.
         is_as_stored: the base has the numbers that its files have; an adapter on others is another policy.
+        value_head: (..., hidden size) -> (..., 1), the reward still expected; None unless one was added.
     """
 
     model: nn.Module
@@ -47,6 +51,7 @@ class Policy:
     reference_is: str = "start"
     keeps_reference: bool = True
     is_as_stored: bool = True
+    value_head: nn.Module | None = None
     _starting: dict[str, mx.array] | None = field(default=None, repr=False)  # None: the base is the reference
 
     def fix_reference(self) -> str:
@@ -80,6 +85,20 @@ class Policy:
         else:
             raise RuntimeError("no reference was kept: full training without keep_reference")
 
+    def add_value_head(self) -> None:
+        """A linear head on the hidden states behind the last norm. It starts at 0 everywhere.
+
+        Raises: ConfigError when the model's class does not show its hidden states.
+        """
+        if not isinstance(self.model, SPLITTABLE):
+            shown = ", ".join(sorted(kind.__module__.rsplit(".", 1)[-1] for kind in SPLITTABLE))
+            raise ConfigError(
+                f"algorithm: got one with a value head, which reads hidden states of {shown} models and not of "
+                f"{self.config.get('model_type')}. Try algorithm=gigpo or another without a value head."
+            )
+        self.value_head = nn.Linear(self.hidden_size, 1)
+        self.value_head.update(tree_map(mx.zeros_like, self.value_head.parameters()))
+
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream, from the model's config (nested in multimodal ones)."""
@@ -91,6 +110,9 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """What `mlx_lm.load` opens: the adapter alone, or the whole model after full training."""
+        if self.value_head is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            mx.save_safetensors(str(folder / VALUE_HEAD), dict(tree_flatten(self.value_head.parameters())))
         if self.adapter_config is not None:
             save_adapter(self.model, self.adapter_config, folder)
             return
@@ -125,6 +147,8 @@ class Policy:
                 f"{_shape_in(saved, name)} there. See the config.yaml of its run"
             )
         self.model.load_weights(list(saved.items()), strict=False)
+        if self.value_head is not None and (folder / VALUE_HEAD).is_file():
+            self.value_head.load_weights(str(folder / VALUE_HEAD))
 
     def _check_adapter(self, folder: Path, key: str) -> None:
         """The same weights under another scale, or on other layers, would be another policy."""

@@ -50,15 +50,20 @@ def keeps_plain_kv(model: nn.Module) -> bool:
     return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
-def hidden_before(model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.array, columns: mx.array) -> mx.array:
+def hidden_before(
+    model: nn.Module, batch: Batch, prompts: Prompts, rows: mx.array, columns: mx.array, whole: bool = False
+) -> mx.array:
     """(N, H): the hidden states that predict tokens[rows, columns], every one of them behind its row's prompt.
 
-    Args: model: a stack of decoder layers that keep plain keys and values (`model.model` of mlx-lm's classes).
+    Args:
+        model: a stack of decoder layers that keep plain keys and values (`model.model` of mlx-lm's classes).
+        whole: the last token of a row is read as well, for columns just behind its end.
     """
     layers = [_PromptCache() for _ in model.layers]
     read = model(padded(prompts.distinct), cache=layers)
     lengths = prompts.lengths
-    rest = [trajectory.tokens[length:-1] for trajectory, length in zip(batch.trajectories, lengths, strict=True)]
+    end = None if whole else -1
+    rest = [trajectory.tokens[length:end] for trajectory, length in zip(batch.trajectories, lengths, strict=True)]
     width = max(map(len, rest))
     owner = mx.array(prompts.owner)
     states = read[owner, mx.array(lengths) - 1][:, None]  # what predicts the first token behind the prompt

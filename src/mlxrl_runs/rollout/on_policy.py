@@ -1,15 +1,16 @@
 """Experience sampled from the policy being trained: `tasks_per_step` tasks, `group_size` episodes of each."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from mlxrl_runs.core.protocols import EnvironmentFamily
+from mlxrl_runs.core.protocols import EnvironmentFamily, Refills, Sampled
 from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.trajectory import Group, Trajectory
 from mlxrl_runs.rollout.engine import RolloutEngine
 from mlxrl_runs.rollout.episodes import EpisodeRequest
 from mlxrl_runs.rollout.sampling import Sampling
-from mlxrl_runs.rollout.statistics import RolloutStatistics
 
 MAX_TRIES = 100  # draws for a task not yet in the step, before a repeated one is taken
 
@@ -34,6 +35,8 @@ class OnPolicy:
     """Samples the groups of each step with an engine.
 
     Every draw is a function of (seed, step, task, member, turn, position), so a resumed or repeated run sees the same.
+
+    Args: refills: which groups are wanted, and how many rounds may look for more of them; None takes every group.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class OnPolicy:
         seed: int,
         tasks_per_step: int,
         group_size: int,
+        refills: Refills | None = None,
     ):
         self._engine = engine
         self._family = family
@@ -52,19 +56,36 @@ class OnPolicy:
         self._seed = seed
         self._tasks_per_step = tasks_per_step
         self.group_size = group_size
-        self.statistics = RolloutStatistics()
+        self._refills = refills
 
-    def groups(self, step: int) -> list[Group]:
-        """The groups of one step; `statistics` then tells what they cost."""
-        tasks = self._tasks(step)
-        requests = requests_of(self._family, tasks, self.group_size, self._seed, ("train", step))
-        trajectories, self.statistics = self._engine.play(requests, self._sampling)
-        return group_up(tasks, trajectories, self.group_size)
+    def sample(self, step: int) -> Sampled:
+        """The groups of one step. The batch is full of wanted ones, unless the rounds have run out."""
+        sampled = self._play(self._tasks(self._tasks_per_step, step), ("train", step))
+        if self._refills is None:
+            return sampled
+        rounds, wants = 0, self._refills.wants
+        while (kept := sum(map(wants, sampled.groups))) < self._tasks_per_step and rounds < self._refills.max_refills:
+            rounds += 1
+            tasks = self._tasks(self._missing(kept, len(sampled.groups)), step, rounds)
+            sampled += self._play(tasks, ("train", step, "refill", rounds))
+        wanted = [group for group in sampled.groups if wants(group)]
+        return replace(sampled, kept=wanted[: self._tasks_per_step], refills=rounds)
 
-    def _tasks(self, step: int) -> list[str]:
-        stream = generator(self._seed, "tasks", step)
+    def _missing(self, kept: int, seen: int) -> int:
+        """Groups to sample for a full batch by the share that was wanted so far; a batch of them at most."""
+        missing = self._tasks_per_step - kept
+        return min(self._tasks_per_step, math.ceil(missing * seen / kept) if kept else self._tasks_per_step)
+
+    def _play(self, tasks: Sequence[str], stream: tuple[object, ...]) -> Sampled:
+        requests = requests_of(self._family, tasks, self.group_size, self._seed, stream)
+        trajectories, cost = self._engine.play(requests, self._sampling)
+        groups = group_up(tasks, trajectories, self.group_size)
+        return Sampled(groups, groups, cost.sampled_tokens, cost.env_seconds)
+
+    def _tasks(self, count: int, *draw: int) -> list[str]:
+        stream = generator(self._seed, "tasks", *draw)
         tasks: list[str] = []
-        while len(tasks) < self._tasks_per_step:
+        while len(tasks) < count:
             drawn = (self._family.sample_task(stream) for _ in range(MAX_TRIES))
             tasks.append(next((task for task in drawn if task not in tasks), None) or self._family.sample_task(stream))
         return tasks

@@ -8,16 +8,16 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxrl_runs.core.batch import Batch, collate
-from mlxrl_runs.core.protocols import Algorithm, Tracker, TrajectoryRecord
+from mlxrl_runs.core.protocols import Algorithm, Experience, Refills, Sampled, Tracker, TrajectoryRecord
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Group
 from mlxrl_runs.errors import Interrupted, TrainingError
 from mlxrl_runs.maths.scalars import table
 from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy.load import Policy
-from mlxrl_runs.rollout.on_policy import OnPolicy
 from mlxrl_runs.training.collapse import ADVICE, CollapseGuard
 from mlxrl_runs.training.evaluate import Evaluator, Score
+from mlxrl_runs.training.kl_control import KlControl
 from mlxrl_runs.training.metrics import (
     Metrics,
     advantage_metrics,
@@ -30,6 +30,8 @@ from mlxrl_runs.training.signal import lack_of_signal
 from mlxrl_runs.training.state import Checkpoints
 from mlxrl_runs.training.update import Updater
 from mlxrl_runs.training.warm_start import WarmStarter, warm_start_metrics
+
+SOLVED = 0.99  # success at which groups without spread are good news
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Trainer:
     """One run's parts and the loop over them."""
 
     policy: Policy
-    experience: OnPolicy
+    experience: Experience
     algorithm: Algorithm
     updater: Updater
     evaluator: Evaluator
@@ -102,6 +104,7 @@ class Trainer:
     fix_reference: Callable[[], None]
     warm_starter: WarmStarter | None = None
     guard: CollapseGuard | None = None
+    kl_control: KlControl | None = None
     callbacks: Sequence[StepCallback] = ()
     progress: Progress = field(default_factory=Progress)
     evaluations: dict[str, dict[str, Score] | None] = field(default_factory=lambda: {"before": None, "after": None})
@@ -150,20 +153,25 @@ class Trainer:
         step = self.progress.step + 1
         self.meter.begin_step()
         with self.meter.phase("rollout"):
-            groups = self.experience.groups(step)
+            sampled = self.experience.sample(step)
+        if not sampled.kept:
+            return self._nothing_to_learn(sampled)
+        groups = sampled.kept
         batch, advantages = self._credited(groups, step)
         with self.meter.phase("update"):
             report = self.updater.update(self.algorithm, batch)
         self.progress.step = step
-        self._count(groups)
+        self._count(sampled)
         metrics = {
-            **experience_metrics(groups),
+            **experience_metrics(sampled.groups),
+            **self._refill_metrics(sampled),
             **advantages,
             **self.algorithm.metrics(batch),
             **update_metrics(batch, report),
             **self.meter.metrics(),
-            **self._rates_and_counts(groups),
+            **self._rates_and_counts(sampled),
         }
+        self._steer_kl(metrics, len(batch.trajectories))
         last = self._stopped_by_callback(step, metrics) or self._finished()
         evaluation = self._evaluate(f"after step {step}") if last or self._due(self.cadence.eval_every) else None
         if evaluation is not None:
@@ -173,8 +181,28 @@ class Trainer:
         self._log(step, metrics, groups, batch)
         if self._due(self.cadence.save_every):
             self._save()
-        self._guard(metrics["reward/success"], groups, evaluation, last)
+        self._guard(metrics["reward/success"], sampled.groups, evaluation, last)
         return last
+
+    def _nothing_to_learn(self, sampled: Sampled) -> bool:
+        """No group of the step disagrees, however often others were sampled: the run ends here.
+
+        Raises: TrainingError when that is no success.
+        """
+        success = experience_metrics(sampled.groups)["reward/success"]
+        found = (
+            f"Step {self.progress.step + 1}: all {len(sampled.groups)} groups of {sampled.refills + 1} rounds of "
+            f"sampling are without spread, so that no advantage is left (success {success:.3f})."
+        )
+        if success < SOLVED:
+            raise TrainingError(
+                f"{found} Try easier or harder tasks, group_size={2 * self.experience.group_size}, "
+                "trainer.warm_start.steps=20, or algorithm.max_refills=0 to train on whatever comes."
+            )
+        self._count(sampled)
+        self.say(f"{found} The tasks are solved: training ends here.")
+        self.evaluations["after"] = self._evaluate(f"after step {self.progress.step}")
+        return True
 
     def _stopped_by_callback(self, step: int, metrics: Metrics) -> bool:
         """Every callback is called, whatever the first one wants."""
@@ -220,13 +248,21 @@ class Trainer:
 
     def _credited(self, groups: Sequence[Group], step: int) -> tuple[Batch, Metrics]:
         """The batch with the passes that something asked for, its advantages and its weights."""
-        batch = collate(groups)
+        kl_coef = None if self.kl_control is None else self.kl_control.coefficient
+        batch = collate(groups).with_(step=step, kl_coef=kl_coef)
         kl_due = self.cadence.kl_every > 0 and step % self.cadence.kl_every == 0
-        old, reference = self.algorithm.updates_per_batch > 1, self.algorithm.needs_reference or kl_due
-        if old or reference:
+        needs = self.algorithm.needs
+        reference = needs.reference or kl_due
+        if needs.old or needs.values or reference:
             with self.meter.phase("score"):
                 batch = score(
-                    self.policy, batch, self.temperature, old=old, reference=reference, rows=self.micro_batch_rows
+                    self.policy,
+                    batch,
+                    self.temperature,
+                    old=needs.old,
+                    reference=reference,
+                    values=needs.values,
+                    rows=self.micro_batch_rows,
                 )
         batch = self.algorithm.credit(batch)
         assert batch.advantage is not None
@@ -234,17 +270,32 @@ class Trainer:
             batch = batch.with_(advantage=mx.where(batch.action_mask, mx.nan, batch.advantage))
         return batch, advantage_metrics(batch)
 
-    def _count(self, groups: Sequence[Group]) -> None:
-        self.progress.episodes += sum(len(group.trajectories) for group in groups)
-        self.progress.sampled_tokens += self.experience.statistics.sampled_tokens
-        self.progress.trained_tokens += _action_tokens(groups) * self.algorithm.updates_per_batch
+    def _steer_kl(self, metrics: Metrics, episodes: int) -> None:
+        if self.kl_control is not None:
+            metrics["kl/coef"] = self.kl_control.coefficient
+            self.kl_control.after_step(metrics["kl/reference"], episodes)
 
-    def _rates_and_counts(self, groups: Sequence[Group]) -> Metrics:
-        rolled = self.experience.statistics
-        trained = _action_tokens(groups)
+    def _refill_metrics(self, sampled: Sampled) -> Metrics:
+        """What it took to fill the batch, where groups are chosen."""
+        if not isinstance(self.algorithm, Refills):
+            return {}
         return {
-            "time/env_seconds": rolled.env_seconds,
-            "rollout/tokens_per_second": rolled.sampled_tokens / self.meter.seconds["rollout"],
+            "refill/rounds": sampled.refills,
+            "refill/sampled_groups": len(sampled.groups),
+            "refill/kept_groups": len(sampled.kept),
+            "refill/unused_tokens": sampled.unused_tokens,
+        }
+
+    def _count(self, sampled: Sampled) -> None:
+        self.progress.episodes += sum(len(group.trajectories) for group in sampled.groups)
+        self.progress.sampled_tokens += sampled.sampled_tokens
+        self.progress.trained_tokens += _action_tokens(sampled.kept) * self.algorithm.updates_per_batch
+
+    def _rates_and_counts(self, sampled: Sampled) -> Metrics:
+        trained = _action_tokens(sampled.kept)
+        return {
+            "time/env_seconds": sampled.env_seconds,
+            "rollout/tokens_per_second": sampled.sampled_tokens / self.meter.seconds["rollout"],
             "update/tokens_per_second": trained * self.algorithm.updates_per_batch / self.meter.seconds["update"],
             "update/skipped": self.updater.skipped,
             "progress/optimizer_updates": self.updater.updates,
@@ -283,7 +334,8 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def _save(self) -> Path:
-        return self.checkpoints.save(self.progress.step, self.policy, self.updater, self.progress.counts())
+        state = self.progress.counts() | ({} if self.kl_control is None else {"kl_coef": self.kl_control.coefficient})
+        return self.checkpoints.save(self.progress.step, self.policy, self.updater, state)
 
 
 def _action_tokens(groups: Sequence[Group]) -> int:

@@ -9,7 +9,7 @@ from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch
 from mlxrl_runs.core.trajectory import Group, StopReason
 from mlxrl_runs.maths.scalars import number
-from mlxrl_runs.training.update import UpdateReport
+from mlxrl_runs.training.update import UpdateReport, norm_name
 
 Metrics = dict[str, float]
 
@@ -54,22 +54,25 @@ def advantage_metrics(batch: Batch) -> Metrics:
 
 
 def update_metrics(batch: Batch, report: UpdateReport) -> Metrics:
-    """loss/*, grad/norm, policy/entropy, kl/reference (when a reference was scored) and what the ratios did."""
+    """loss/*, grad/*, policy/entropy, mismatch/*, and kl/reference, echo/*, ratio/* where they were asked for."""
+    logp = report.outputs.logp if batch.old_logp is None else batch.old_logp
+    token_mean = maths.objective.token_mean_of
     metrics = {
         **{f"loss/{name}": value for name, value in report.losses.items()},
         "loss/total": sum(report.losses.values()),
-        "grad/norm": report.grad_norm,
-        "policy/entropy": _token_mean(report.entropy, batch),
+        **{norm_name(name): norm for name, norm in report.grad_norms.items()},
+        "policy/entropy": token_mean(report.outputs.entropy, batch.action_mask),
         "optimizer/learning_rate": report.learning_rate,
+        **maths.mismatch.gap(logp, batch.sampler_logp, batch.action_mask),
         **report.ratio_metrics,
     }
     if batch.reference_logp is not None:
-        metrics["kl/reference"] = _token_mean(maths.divergence.k3(report.logp, batch.reference_logp), batch)
+        kl = maths.divergence.k3(logp, batch.reference_logp)
+        metrics["kl/reference"] = token_mean(kl, batch.action_mask)
+    if batch.observation_weights is not None:
+        metrics["echo/cross_entropy"] = -token_mean(report.outputs.logp, batch.observation_mask)
+        metrics["echo/accuracy"] = token_mean(report.outputs.is_likeliest, batch.observation_mask)
     return metrics
-
-
-def _token_mean(values: mx.array, batch: Batch) -> float:
-    return number(mx.where(batch.action_mask, values, 0.0).sum() / mx.maximum(batch.action_mask.sum(), 1))
 
 
 def evaluation_metrics(evaluation: dict[str, dict[str, Any]]) -> Metrics:

@@ -31,7 +31,9 @@ class Checkpoints:
         state = {"step": step, "optimizer_updates": updater.updates, "updates_skipped": updater.skipped, **progress}
         with written_aside(final) as aside:
             policy.save(aside)
-            mx.save_safetensors(str(aside / "optimizer.safetensors"), dict(tree_flatten(updater.optimizer.state)))
+            for name, learner in updater.learners.items():
+                file = "optimizer.safetensors" if name == "policy" else f"{name}_optimizer.safetensors"
+                mx.save_safetensors(str(aside / file), dict(tree_flatten(learner.optimizer.state)))
             (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
             write_manifest(aside)
         return final

@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.batch import Batch, collate
-from mlxrl_runs.core.protocols import Demonstrator, Environment, EnvironmentFamily
+from mlxrl_runs.core.outputs import TokenOutputs
+from mlxrl_runs.core.protocols import Demonstrator, Environment, EnvironmentFamily, Needs
 from mlxrl_runs.core.seeding import derive_seed, generator
 from mlxrl_runs.core.trajectory import EndReason, Group, StopReason, Trajectory, Turn
 from mlxrl_runs.errors import ConfigError
@@ -26,13 +27,19 @@ class Imitation:
     """Cross-entropy of the demonstrated actions, the mean over their tokens."""
 
     updates_per_batch = 1
-    needs_reference = False
+    minibatches = 1
+    kl_stop: float | None = None
+    needs = Needs()
 
     def credit(self, batch: Batch) -> Batch:
+        return self.weigh(batch)
+
+    def weigh(self, batch: Batch) -> Batch:
         return batch.with_(weights=maths.reduction.token_mean(batch.action_mask))
 
-    def loss(self, logp: mx.array, batch: Batch) -> dict[str, mx.array]:
-        return {"cross_entropy": -logp}
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> dict[str, mx.array]:
+        assert batch.weights is not None
+        return {"cross_entropy": -maths.reduction.weighted_sum(outputs.logp, batch.weights)}
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         return {}

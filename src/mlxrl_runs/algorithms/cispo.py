@@ -1,0 +1,49 @@
+"""CISPO (MiniMax 2025, arXiv:2506.13585): the ratio is capped, and every token keeps its gradient."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mlxrl_runs import maths
+from mlxrl_runs.core import registry
+from mlxrl_runs.core.policy_gradient import PolicyGradient
+from mlxrl_runs.core.settings import Float, Share
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlxrl_runs.core.batch import Batch
+
+
+@registry.algorithm("cispo")
+class Cispo(PolicyGradient):
+    """-stop(clip(r, ratio_floor, ratio_cap)) A logp.
+
+    Attributes: ratio_floor, ratio_cap: bounds of the ratio itself; inert with one optimizer step a batch.
+    """
+
+    name: Literal["cispo"]
+    ratio_floor: Share
+    ratio_cap: Annotated[Float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _cap_is_no_width(self) -> "Cispo":
+        if self.ratio_cap <= 1:
+            raise ValueError(
+                f"ratio_cap: got {self.ratio_cap:g}; it bounds the ratio itself and must be above 1. "
+                f"For an upper clip of {self.ratio_cap:g} write ratio_cap={1 + self.ratio_cap:g}"
+            )
+        return self
+
+    def advantage(self, batch: "Batch") -> "mx.array":
+        return self.group_relative(batch)
+
+    def policy_term(self, ratio: "mx.array", logp: "mx.array", advantage: "mx.array") -> "mx.array":
+        return maths.surrogates.capped_surrogate(ratio, logp, advantage, self.ratio_floor, self.ratio_cap)
+
+    def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
+        ratio, mask = self.ratio(logp, batch), batch.action_mask
+        return super().ratio_metrics(logp, batch) | {
+            "clip/low_fraction": maths.objective.token_mean_of(ratio < self.ratio_floor, mask),
+            "clip/high_fraction": maths.objective.token_mean_of(ratio > self.ratio_cap, mask),
+        }

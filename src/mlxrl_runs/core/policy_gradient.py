@@ -1,0 +1,260 @@
+"""What every policy-gradient algorithm shares: keys that mean the same everywhere, and the way from a batch to a loss.
+
+An algorithm adds its own keys and answers two questions: what an action is worth (`advantage`), and what that makes of
+a token's loss (`policy_term`). `core/clipped.py` answers the second for most; algorithms/grpo.py is the shortest one.
+The values of the keys stand in conf/parts/policy_gradient.yaml.
+"""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import model_validator
+
+from mlxrl_runs import maths
+from mlxrl_runs.core.protocols import Needs
+from mlxrl_runs.core.settings import (
+    AdvantageScaling,
+    Correction,
+    KlEstimator,
+    KlGradient,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    RatioLevel,
+    Reduction,
+    Settings,
+)
+from mlxrl_runs.core.trajectory import StopReason
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlxrl_runs.core.batch import Batch
+    from mlxrl_runs.core.outputs import TokenOutputs
+    from mlxrl_runs.core.trajectory import Turn
+
+
+class PolicyGradient(Settings):
+    """Advantage times a function of the importance ratio, with a KL term, an entropy bonus and ECHO beside it.
+
+    Attributes:
+        minimum_group_size: episodes of a task that the baseline needs.
+        scalings: the values of `advantage_scaling` that mean something here.
+        ratio_level: what has one importance ratio: a token, a turn, a row.
+        log_ratio_clamp: nats, keeps exp() from overflowing.
+        advantage_scaling, std_eps, std_ddof: whose standard deviation divides, what is added to it, n - ddof under it.
+        kl_coef, kl_estimator, kl_gradient, kl_in: of KL(policy || reference), in the loss or taken off the reward.
+        kl_target, kl_horizon: nats per token that kl_coef is steered to, and over how many episodes it doubles or so.
+        entropy_coef: of a bonus for entropy.
+        reduction, reduction_length: how per-token losses become one number; tokens, read by fixed_length alone.
+        updates_per_batch, minibatches, kl_stop: see `Algorithm`.
+        mask_truncated, mask_longer_than: actions that are not trained; their rewards stay in every baseline.
+        filter_groups: groups that all earned the same are not trained and leave every denominator.
+        mismatch_correction, mismatch_level, mismatch_cap: importance weights from the sampler's policy to the trainer's.
+        echo_coef, echo_schedule, echo_taper_steps: of the cross-entropy of what the environment wrote.
+    """
+
+    minimum_group_size: ClassVar[int] = 2
+    scalings: ClassVar[tuple[AdvantageScaling, ...]] = ("group", "batch", "none")
+
+    ratio_level: RatioLevel
+    log_ratio_clamp: Positive
+    advantage_scaling: AdvantageScaling
+    std_eps: Positive
+    std_ddof: Literal[0, 1]
+    kl_coef: NonNegative
+    kl_estimator: KlEstimator
+    kl_gradient: KlGradient
+    kl_in: Literal["loss", "reward"]
+    kl_target: Positive | None
+    kl_horizon: Positive
+    entropy_coef: NonNegative
+    reduction: Reduction
+    reduction_length: PositiveInt
+    updates_per_batch: PositiveInt
+    minibatches: PositiveInt
+    kl_stop: Positive | None
+    mask_truncated: bool
+    mask_longer_than: PositiveInt | None
+    filter_groups: bool
+    mismatch_correction: Correction | Literal["none"]
+    mismatch_level: Literal["token", "sequence"]
+    mismatch_cap: Positive
+    echo_coef: NonNegative
+    echo_schedule: Literal["constant", "linear"]
+    echo_taper_steps: PositiveInt | None
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "PolicyGradient":
+        if (self.echo_schedule == "linear") != (self.echo_taper_steps is not None):
+            raise ValueError("echo_taper_steps goes with echo_schedule=linear: give both or neither")
+        if self.advantage_scaling not in self.scalings:
+            allowed = " or ".join(self.scalings)
+            raise ValueError(f"advantage_scaling: got {self.advantage_scaling}; allowed here: {allowed}")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target needs a kl_coef to start from, such as kl_coef=0.05")
+        if self.kl_stop is not None and not self._is_stepwise:
+            raise ValueError("kl_stop acts between the optimizer steps on a batch: raise updates_per_batch")
+        self._kl_acts()
+        return self
+
+    def _kl_acts(self) -> None:
+        if self.kl_in == "reward" and self.kl_gradient != "plain":
+            raise ValueError("kl_in=reward has no gradient of its own: leave kl_gradient=plain")
+        slopeless = self.kl_estimator == "k1" and self.kl_gradient == "plain"
+        if self.kl_coef > 0 and self.kl_in == "loss" and slopeless:
+            raise ValueError("kl_estimator=k1 pulls to no reference in a loss: take k3, kl_gradient=k2 or kl_in=reward")
+
+    # ---- what an algorithm answers
+
+    def advantage(self, batch: "Batch") -> "mx.array":
+        """(B, T): what each action token is worth, 0 elsewhere."""
+        raise NotImplementedError
+
+    def policy_term(self, ratio: "mx.array", logp: "mx.array", advantage: "mx.array") -> "mx.array":
+        """(B, T): the policy's part of the loss per token."""
+        raise NotImplementedError
+
+    def turn_reward(self, turn: "Turn") -> float:
+        """What an action earned, as this algorithm sees it."""
+        return turn.reward
+
+    def metrics(self, batch: "Batch") -> dict[str, float]:
+        return {}
+
+    # ---- what all of them do
+
+    def group_relative(self, batch: "Batch") -> "mx.array":
+        """(B, T): an episode's return against those of its group, the same on each of its action tokens."""
+        return batch.spread_rows(
+            maths.baselines.group_advantage(
+                self.episode_returns(batch), batch.group_index, self.advantage_scaling, self.std_eps, self.std_ddof
+            )
+        )
+
+    @property
+    def needs(self) -> Needs:
+        paid = self._kl_is_paid
+        return Needs(
+            old=self._is_stepwise or paid,
+            reference=self.kl_coef > 0,
+            observations=self.echo_coef > 0,
+            entropy_gradient=self.entropy_coef > 0,
+        )
+
+    @property
+    def _is_stepwise(self) -> bool:
+        """Whether the policy moves while a batch is trained on."""
+        return self.updates_per_batch * self.minibatches > 1
+
+    @property
+    def _kl_is_paid(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    def credit(self, batch: "Batch") -> "Batch":
+        advantage = maths.reduction.masked(self.advantage(batch), batch.action_mask)
+        return self.weigh(batch.with_(advantage=advantage, trained_mask=self.trained(batch)))
+
+    def weigh(self, batch: "Batch") -> "Batch":
+        if batch.trained_mask is None:
+            raise ValueError("the batch has no trained_mask: credit comes before weigh")
+        weights = maths.reduction.by_name(self.reduction, batch.trained_mask, self.reduction_length)
+        if self.echo_coef == 0:
+            return batch.with_(weights=weights)
+        observed = self.echo_coef_at(batch.step) * maths.reduction.token_mean(batch.observation_mask)
+        return batch.with_(weights=weights, observation_weights=observed)
+
+    def trained(self, batch: "Batch") -> "mx.array":
+        """(B, T): nonzero on the action tokens that are trained."""
+        earned = [trajectory.total_reward for trajectory in batch.trajectories]
+        kept = maths.baselines.keep_mixed_groups(earned, batch.group_index) if self.filter_groups else range(batch.rows)
+        return batch.spread_turns(
+            [
+                [float(row in kept and self._is_trained(turn)) for turn in trajectory.turns]
+                for row, trajectory in enumerate(batch.trajectories)
+            ]
+        )
+
+    def _is_trained(self, turn: "Turn") -> bool:
+        is_cut = self.mask_truncated and turn.stop is StopReason.LENGTH
+        return not is_cut and (self.mask_longer_than is None or len(turn.action) <= self.mask_longer_than)
+
+    def turn_rewards(self, batch: "Batch") -> list[list[float]]:
+        """For each row what its turns earned, the KL taken off where it is paid for there."""
+        earned = [[self.turn_reward(turn) for turn in trajectory.turns] for trajectory in batch.trajectories]
+        if not self._kl_is_paid:
+            return earned
+        costs = batch.turn_sums(self._kl_cost(batch))
+        return [[reward - cost for reward, cost in zip(*row, strict=True)] for row in zip(earned, costs, strict=True)]
+
+    def episode_returns(self, batch: "Batch") -> list[float]:
+        """(B,): the sums of `turn_rewards`."""
+        return [sum(rewards) for rewards in self.turn_rewards(batch)]
+
+    def token_rewards(self, batch: "Batch") -> "mx.array":
+        """(B, T): an action's reward on its last token, each token's KL taken off where it is paid for there."""
+        rewards = [[self.turn_reward(turn) for turn in trajectory.turns] for trajectory in batch.trajectories]
+        earned = batch.at_turn_ends(rewards)
+        return earned - self._kl_cost(batch) if self._kl_is_paid else earned
+
+    def _kl_cost(self, batch: "Batch") -> "mx.array":
+        """(B, T), in the reward's unit."""
+        kl = self._kl(batch.old_logp, batch)
+        return self._kl_coef(batch) * maths.reduction.masked(kl, batch.action_mask)
+
+    def _kl(self, logp: "mx.array | None", batch: "Batch") -> "mx.array":
+        if logp is None or batch.reference_logp is None:
+            raise ValueError("kl_coef > 0 needs log-probabilities of the reference, and kl_in=reward the old ones")
+        old = logp if batch.old_logp is None else batch.old_logp
+        return maths.divergence.estimate(
+            self.kl_estimator, self.kl_gradient, logp, batch.reference_logp, old, self.log_ratio_clamp
+        )
+
+    def _kl_coef(self, batch: "Batch") -> float:
+        return self.kl_coef if batch.kl_coef is None else batch.kl_coef
+
+    def echo_coef_at(self, step: int) -> float:
+        """Of that training step, the first of which is 1."""
+        if self.echo_taper_steps is None:
+            return self.echo_coef
+        return self.echo_coef * max(0.0, 1 - (step - 1) / self.echo_taper_steps)
+
+    def ratio(self, logp: "mx.array", batch: "Batch") -> "mx.array":
+        """(B, T): how much likelier the policy makes what was written than it was before this batch."""
+        old = logp if batch.old_logp is None else batch.old_logp
+        return maths.surrogates.ratio_at(
+            self.ratio_level, logp, old, batch.action_mask, batch.turn_index, self.log_ratio_clamp
+        )
+
+    def loss(self, outputs: "TokenOutputs", batch: "Batch") -> "dict[str, mx.array]":
+        if batch.advantage is None or batch.weights is None:
+            raise ValueError("the batch has no advantage: credit comes before the loss")
+        logp, total = outputs.logp, maths.reduction.weighted_sum
+        policy = self.policy_term(self.ratio(logp, batch), logp, batch.advantage)
+        if self.mismatch_correction != "none":
+            policy = policy * self._mismatch_weights(self.mismatch_correction, logp, batch)
+        terms = {"policy": total(policy, batch.weights)}
+        if self.kl_coef > 0 and not self._kl_is_paid:
+            terms["kl"] = self._kl_coef(batch) * total(self._kl(logp, batch), batch.weights)
+        if self.entropy_coef > 0:
+            terms["entropy"] = -self.entropy_coef * total(outputs.entropy, batch.weights)
+        if batch.observation_weights is not None:
+            terms["echo"] = -total(logp, batch.observation_weights)
+        return terms
+
+    def _mismatch_weights(self, correction: Correction, logp: "mx.array", batch: "Batch") -> "mx.array":
+        trainer = logp if batch.old_logp is None else batch.old_logp
+        return maths.mismatch.importance_weights(
+            trainer,
+            batch.sampler_logp,
+            batch.action_mask,
+            correction,
+            self.mismatch_cap,
+            self.mismatch_level,
+        )
+
+    def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
+        if batch.advantage is None or batch.old_logp is None:
+            raise ValueError("ratios need the batch's advantage and old log-probabilities")
+        return maths.objective.ratio_metrics(
+            self.ratio(logp, batch), logp, batch.old_logp, batch.action_mask, self.log_ratio_clamp
+        )
