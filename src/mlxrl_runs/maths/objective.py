@@ -32,7 +32,8 @@ def clipped_terms(
     if advantage is None:
         raise ValueError("the batch has no advantage: credit comes before the loss")
     old = logp if old_logp is None else old_logp
-    terms = {"policy": surrogates.clipped_surrogate(logp, old, advantage, clip_low, clip_high, log_ratio_clamp)}
+    ratio = surrogates.importance_ratio(logp, old, log_ratio_clamp)
+    terms = {"policy": surrogates.clipped_surrogate(ratio, advantage, clip_low, clip_high)}
     if kl_coef > 0:
         if reference_logp is None:
             raise ValueError("kl_coef > 0 needs the reference's log-probabilities")
@@ -64,7 +65,7 @@ def ratio_metrics(
         raise ValueError("ratios need the batch's advantage and old log-probabilities")
     tokens = mx.maximum(mask.sum(), 1)
     ratio = mx.where(mask, surrogates.importance_ratio(logp, old_logp, log_ratio_clamp), 0.0)
-    low, high = surrogates.clip_fractions(logp, old_logp, advantage, clip_low, clip_high, log_ratio_clamp)
+    low, high = surrogates.clip_fractions(ratio, advantage, clip_low, clip_high)
     kl = divergence.k3(logp, old_logp, log_ratio_clamp)
     return {
         "ratio/mean": number(ratio.sum() / tokens),
