@@ -1,6 +1,13 @@
 import pytest
 
-from mlxrl_runs.maths.anchors import episode_advantage, group_sizes, joint_advantage, step_advantage, step_groups
+from mlxrl_runs.maths.anchors import (
+    episode_advantage,
+    group_sizes,
+    joint_advantage,
+    similar_step_groups,
+    step_advantage,
+    step_groups,
+)
 from mlxrl_runs.maths.baselines import group_advantage
 
 
@@ -19,6 +26,34 @@ def test_group_sizes_tell_how_much_the_anchors_can_teach():
     assert sizes == [3, 1, 1]
     assert sum(sizes) / len(sizes) == pytest.approx(5 / 3)
     assert group_sizes([]) == []
+
+
+def test_a_similar_text_joins_the_first_group_that_is_like_enough():
+    # abcd, abcx: 3 of 4 letters in common, 2 * 3 / 8 = .75; abxx: 2 * 2 / 8 = .5 with abcd, .75 with abcx, which only
+    # joined; xxxx: 2 * 1 / 8 with abcd
+    texts = ["abcd", "abcx", "abxx", "xxxx", "abcx"]
+    assert similar_step_groups(["t"] * 5, texts, 0.75) == [0, 0, 1, 2, 0]
+    assert similar_step_groups(["t"] * 5, texts, 0.5) == [0, 0, 0, 1, 0]
+    assert similar_step_groups(["t"] * 5, texts, 0.76) == [0, 1, 2, 3, 1]
+
+
+def test_of_several_groups_that_are_like_enough_the_earliest_is_joined():
+    # ab and cd have nothing in common; abcd shares 2 of 2 + 4 letters twice over with each: 2 * 2 / 6 = .67
+    assert similar_step_groups(["t"] * 3, ["cd", "ab", "abcd"], 0.6) == [0, 1, 0]
+
+
+def test_texts_of_two_tasks_are_never_similar():
+    assert similar_step_groups(["t", "u", "t"], ["abcd", "abcd", "abcx"], 0.5) == [0, 1, 0]
+
+
+def test_a_similarity_of_one_is_the_grouping_by_equal_texts():
+    tasks, texts = ["t", "t", "u", "t", "u", "t"], ["a" * 300, "b", "b", "a" * 300, "", "b" * 2]
+    assert similar_step_groups(tasks, texts, 1.0) == step_groups(tasks, texts) == [0, 1, 2, 0, 3, 4]
+
+
+def test_frequent_letters_of_a_long_text_count_as_much_as_any():
+    # 300 times a against 299 and a b: 2 * 299 / 600
+    assert similar_step_groups(["t", "t"], ["a" * 300, "a" * 299 + "b"], 0.99) == [0, 0]
 
 
 def test_a_step_is_compared_with_the_steps_taken_in_the_same_state():

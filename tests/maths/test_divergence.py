@@ -3,7 +3,17 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlxrl_runs.maths.divergence import absolute, k1, k2, k3, k3_times_ratio, sequence_k1, with_k2_gradient
+from mlxrl_runs.maths.divergence import (
+    absolute,
+    adapted_coefficient,
+    estimate,
+    k1,
+    k2,
+    k3,
+    k3_times_ratio,
+    sequence_k1,
+    with_k2_gradient,
+)
 
 
 def value_and_slope(estimator, logp: float, reference_logp: float) -> tuple[float, float]:
@@ -67,3 +77,54 @@ def test_the_log_ratio_of_a_row_counts_action_tokens_only():
     logp = mx.array([[-1.0, -2.0, math.nan], [-1.0, -1.0, -1.0]])
     got = sequence_k1(logp, mx.full((2, 3), -3.0), mx.array([[1, 1, 0], [0, 0, 1]]))
     assert got.tolist() == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "gradient", "value", "slope"),
+    [
+        # d = 1, r = e^.5 = 1.648721; k1 = 1, k2 = .5, k3 = .367879 with slopes 1, 1, .632121
+        ("k1", "plain", 1.0, 1.0),
+        ("k2", "plain", 0.5, 1.0),
+        ("k3", "plain", 0.367879, 0.632121),
+        ("k1", "k2", 1.0, 1.0),
+        ("k2", "k2", 0.5, 1.0),
+        ("k3", "k2", 0.367879, 1.0),
+        ("k1", "corrected", 1.648721, 3.297443),  # r (1 + 1)
+        ("k2", "corrected", 0.824361, 2.473082),  # r (.5 + 1)
+        ("k3", "corrected", 0.606531, 1.648721),  # r (.367879 + .632121)
+    ],
+)
+def test_an_estimate_has_the_value_and_the_gradient_asked_for(name, gradient, value, slope):
+    old = mx.array([[-1.5]])
+    got = value_and_slope(lambda logp, reference: estimate(name, gradient, logp, reference, old), -1.0, -2.0)
+    assert got == pytest.approx((value, slope), abs=1e-5)
+
+
+def test_an_estimate_can_be_corrected_by_the_ratio_of_another_level():
+    # r = 2 logp^2 at logp -1: 2, slope -4; k1 = 1 with slope 1: value 2, slope -4 * 1 + 2 * 1
+    def corrected(logp, reference):
+        return estimate("k1", "corrected", logp, reference, mx.array([[-1.5]]), ratio=2 * mx.square(logp))
+
+    assert value_and_slope(corrected, -1.0, -2.0) == pytest.approx((2.0, -2.0), abs=1e-6)
+
+
+def test_an_unknown_estimate_is_refused():
+    ones = mx.ones((1, 1))
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        estimate("k4", "plain", ones, ones, ones)
+    with pytest.raises(ValueError, match="plain, corrected or k2"):
+        estimate("k3", "k3", ones, ones, ones)
+
+
+def test_the_coefficient_grows_while_the_kl_is_above_its_target_and_shrinks_below():
+    # observed 6.6, target 6: +.1 * 50 / 100 -> .2 * 1.05; observed 5.4: .2 * .95
+    assert adapted_coefficient(0.2, 6.6, 6.0, 50, 100) == pytest.approx(0.21)
+    assert adapted_coefficient(0.2, 5.4, 6.0, 50, 100) == pytest.approx(0.19)
+    assert adapted_coefficient(0.2, 6.0, 6.0, 50, 100) == 0.2
+
+
+def test_the_coefficient_moves_by_at_most_a_fifth_a_horizon_and_stays_positive():
+    # +-.2 * 100 / 100; with ten horizons at once 1 - 2 would turn it negative
+    assert adapted_coefficient(0.2, 600.0, 6.0, 100, 100) == pytest.approx(0.24)
+    assert adapted_coefficient(0.2, 0.0, 6.0, 100, 100) == pytest.approx(0.16)
+    assert adapted_coefficient(0.2, 0.0, 6.0, 1000, 100) == 0.0

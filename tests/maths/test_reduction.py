@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlxrl_runs.maths import reduction
-from mlxrl_runs.maths.surrogates import clipped_surrogate
+from mlxrl_runs.maths.surrogates import clipped_surrogate, importance_ratio
 
 ONE_AND_THREE = mx.array([[1, 0, 0], [1, 1, 1]])  # two rows, of one and of three tokens
 PLUS_AND_MINUS = mx.array([[-1.0, 9.0, 9.0], [1.0, 1.0, 1.0]])  # -A of advantages +1 and -1 at ratio 1; 9 is padding
@@ -49,7 +49,7 @@ def test_loss_and_gradient_of_micro_batches_add_up_to_the_whole(weigh, size):
     weights = weigh(mask)
 
     def part(logp, rows):
-        term = clipped_surrogate(logp[rows], logp[rows], advantage[rows], 0.2, 0.2)
+        term = clipped_surrogate(importance_ratio(logp[rows], logp[rows]), advantage[rows], 0.2, 0.2)
         return reduction.weighted_sum(term, weights[rows])
 
     whole, whole_slope = mx.value_and_grad(part)(logp, slice(None))
@@ -84,7 +84,8 @@ def test_poison_off_the_mask_reaches_neither_the_loss_nor_the_gradient(poison):
     old_logp = reduction.masked(mx.array([[-1.0, -2.0, poison]]), mask)
 
     def term(logp):
-        surrogate = clipped_surrogate(reduction.masked(logp, mask), old_logp, mx.array([[2.0]]), 0.2, 0.2)
+        ratio = importance_ratio(reduction.masked(logp, mask), old_logp)
+        surrogate = clipped_surrogate(ratio, mx.array([[2.0]]), 0.2, 0.2)
         return reduction.weighted_sum(surrogate, reduction.token_mean(mask))
 
     value, slope = mx.value_and_grad(term)(mx.array([[-1.0, -2.0, poison]]))

@@ -1,7 +1,7 @@
 import mlx.core as mx
 import pytest
 
-from mlxrl_runs.maths.returns import discounted_returns, token_returns
+from mlxrl_runs.maths.returns import carried_back, discounted_returns, token_returns
 
 
 def test_a_return_counts_what_comes_later_discounted_once_a_turn():
@@ -35,3 +35,13 @@ def test_one_token_a_turn_is_the_return_per_turn(gamma):
     rewards = [0.25, -1.0, 0.5, 2.0]
     got = token_returns(mx.array([rewards]), mx.ones((1, 4)), gamma).tolist()[0]
     assert got == pytest.approx(discounted_returns(rewards, gamma), abs=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9])
+def test_what_is_carried_back_is_the_recurrence_column_by_column(columns):
+    values = [float(column * column - 5) for column in range(columns)]
+    decay = [0.5, 1.0, 0.0, 0.9, 0.25, 1.0, 0.5, 0.75, 0.1][:columns]
+    expected, running = [0.0] * columns, 0.0
+    for column in reversed(range(columns)):
+        expected[column] = running = values[column] + decay[column] * running
+    assert carried_back(mx.array([values]), mx.array([decay])).tolist()[0] == pytest.approx(expected, rel=1e-6)

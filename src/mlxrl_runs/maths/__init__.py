@@ -1,8 +1,8 @@
 """The formulas: arrays or plain numbers in, the same out. No model, config, logging or randomness.
 
-Numbers per episode or per step (`baselines`, `anchors`, `returns.discounted_returns`) are few and are Python floats, so
-that equal rewards stay exactly equal; numbers per token are MLX arrays. A submodule is imported when it is first used:
-`from mlxrl_runs import maths` alone does not load MLX.
+Numbers per episode or per step (`baselines`, `anchors`, `shaping`, `returns.discounted_returns`) are few and are Python
+floats, so that equal rewards stay exactly equal; numbers per token are MLX arrays. A submodule is imported when it is
+first used: `from mlxrl_runs import maths` alone does not load MLX.
 """
 
 import importlib
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
         divergence,
         exponential,
         logprob,
+        mismatch,
         objective,
         reduction,
         returns,
         scalars,
+        shaping,
         surrogates,
+        values,
     )
 
 __all__ = [
@@ -29,11 +32,14 @@ __all__ = [
     "divergence",
     "exponential",
     "logprob",
+    "mismatch",
     "objective",
     "reduction",
     "returns",
     "scalars",
+    "shaping",
     "surrogates",
+    "values",
 ]
 
 

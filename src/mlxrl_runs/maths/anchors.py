@@ -6,6 +6,7 @@ Source: Feng et al. 2025, arXiv:2505.10978.
 """
 
 from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
 from typing import Literal
 
 from mlxrl_runs.maths.baselines import Scaling, group_advantage
@@ -22,6 +23,38 @@ def step_groups(task_ids: Sequence[Hashable], anchors: Sequence[Hashable]) -> li
     """
     numbers: dict[tuple[Hashable, Hashable], int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in zip(task_ids, anchors, strict=True)]
+
+
+def similar_step_groups(task_ids: Sequence[Hashable], anchors: Sequence[str], threshold: float) -> list[int]:
+    """`step_groups` for states that hardly ever recur word by word: an anchor joins the first group of its task, by
+    appearance, whose first text it is like enough.
+
+    Args:
+        task_ids, anchors: (N,), of each step.
+        threshold: least ratio of characters in common, 0 to 1: 2 M / (both lengths together), M characters in matching
+            blocks; 1 asks for equal texts.
+    Returns: (N,), groups numbered from 0 by first appearance.
+    Source: arXiv:2505.10978 as in verl-agent (`enable_similarity`); `difflib.SequenceMatcher.ratio`.
+    """
+    firsts: dict[Hashable, list[tuple[str, int]]] = {}  # by task: each group's first text and number
+    numbers: dict[tuple[Hashable, str], int] = {}
+    for task, anchor in zip(task_ids, anchors, strict=True):
+        if (task, anchor) in numbers:
+            continue
+        known = firsts.setdefault(task, [])
+        found = next((number for first, number in known if _alike(anchor, first, threshold)), None)
+        if found is None:
+            found = sum(map(len, firsts.values()))
+            known.append((anchor, found))
+        numbers[task, anchor] = found
+    return [numbers[key] for key in zip(task_ids, anchors, strict=True)]
+
+
+def _alike(text: str, first: str, threshold: float) -> bool:
+    # Without autojunk=False, letters that are frequent in a text of 200 characters or more count as no match at all.
+    matcher = SequenceMatcher(None, text, first, autojunk=False)
+    bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # each is at least the next, and cheaper
+    return all(bound() >= threshold for bound in bounds)
 
 
 def group_sizes(groups: Sequence[int]) -> list[int]:
