@@ -30,6 +30,8 @@ from mlxrl_runs.training.update import Updater
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 ALGORITHMS = sorted(file.stem for file in (CONF / "algorithm").glob("*.yaml"))
+# A value head that has not learned yet pays nothing for equal returns only where no decay spreads them over an episode.
+UNTAUGHT: dict[str, dict[str, Any]] = {"ppo": {"gae_lambda": 1.0, "value_gradient": 0.0}}
 ENVIRONMENTS = ["arithmetic", "recurring"]
 
 

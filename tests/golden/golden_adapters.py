@@ -75,7 +75,7 @@ def dapo_filter(case: Case) -> Answer:
 
 def gigpo_verl_agent(case: Case) -> Answer:
     config = case.settings("mode", "omega", "gamma", "epsilon", "ddof", "episode_statistics")
-    normalization = {"mean_norm": "mean", "mean_std_norm": "std"}[config["mode"]]
+    scaling = {"mean_norm": "none", "mean_std_norm": "group"}[config["mode"]]
     rows = case.inputs["rows"]
     names = list(dict.fromkeys((row["uid"], row["traj"]) for row in rows))
     places = [_places_in_order(rows, name) for name in names]  # row numbers of each trajectory's steps
@@ -91,7 +91,7 @@ def gigpo_verl_agent(case: Case) -> Answer:
 
     step_returns = by_row([maths.returns.discounted_returns(steps, config["gamma"]) for steps in rewards])
     groups = maths.anchors.step_groups([row["uid"] for row in rows], [row["anchor"] for row in rows])
-    step = maths.anchors.step_advantage(step_returns, groups, normalization, config["epsilon"])
+    step = maths.anchors.step_advantage(step_returns, groups, scaling, config["epsilon"])
     answer: Answer = {
         "step_returns": step_returns,
         "step_group": groups,
@@ -105,7 +105,7 @@ def gigpo_verl_agent(case: Case) -> Answer:
             [sum(steps) for steps in rewards],
             [task for task, _ in names],
             [len(steps) for steps in places],
-            normalization,
+            scaling,
             statistics,
             config["epsilon"],
         )

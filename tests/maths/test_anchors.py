@@ -58,29 +58,29 @@ def test_frequent_letters_of_a_long_text_count_as_much_as_any():
 
 def test_a_step_is_compared_with_the_steps_taken_in_the_same_state():
     # state 0 holds 1 and 0: +-.5 centred, std .70711 -> +-.70711; the step alone in state 1 says nothing
-    assert step_advantage([1.0, 7.0, 0.0], [0, 1, 0], "mean") == [0.5, 0.0, -0.5]
-    assert step_advantage([1.0, 7.0, 0.0], [0, 1, 0], "std", 0.0) == pytest.approx([0.70711, 0, -0.70711], abs=1e-5)
+    assert step_advantage([1.0, 7.0, 0.0], [0, 1, 0], "none") == [0.5, 0.0, -0.5]
+    assert step_advantage([1.0, 7.0, 0.0], [0, 1, 0], "group", 0.0) == pytest.approx([0.70711, 0, -0.70711], abs=1e-5)
 
 
 def test_equal_step_returns_give_exactly_zero():
-    assert step_advantage([0.1] * 3, [0] * 3, "std", 1e-30) == [0.0] * 3
+    assert step_advantage([0.1] * 3, [0] * 3, "group", 1e-30) == [0.0] * 3
 
 
 def test_trajectory_statistics_count_a_long_episode_once():
     # returns 1 and 0: mean .5. By steps the first counts three times: mean .75
-    assert episode_advantage([1, 0], ["t", "t"], [3, 1], "mean") == [0.5, -0.5]
-    assert episode_advantage([1, 0], ["t", "t"], [3, 1], "mean", "step") == [0.25, -0.75]
+    assert episode_advantage([1, 0], ["t", "t"], [3, 1], "none") == [0.5, -0.5]
+    assert episode_advantage([1, 0], ["t", "t"], [3, 1], "none", "step") == [0.25, -0.75]
 
 
 def test_step_statistics_also_scale_by_the_spread_over_steps():
     # 1 1 1 0: mean .75, squares 3 / 16 + 9 / 16 = .75, std sqrt(.75 / 3) = .5 -> .5 and -1.5
-    got = episode_advantage([1, 0], ["t", "t"], [3, 1], "std", "step", eps=0.0)
+    got = episode_advantage([1, 0], ["t", "t"], [3, 1], "group", "step", eps=0.0)
     assert got == pytest.approx([0.5, -1.5], abs=1e-12)
 
 
 def test_a_lone_trajectory_has_no_episode_advantage_however_many_steps_it_took():
     for statistics in ("trajectory", "step"):
-        assert episode_advantage([1.0], ["t"], [5], "std", statistics) == [0.0]
+        assert episode_advantage([1.0], ["t"], [5], "group", statistics) == [0.0]
 
 
 def test_the_joint_advantage_adds_omega_times_the_step_part():
@@ -91,14 +91,14 @@ def test_the_joint_advantage_adds_omega_times_the_step_part():
 
 def test_omega_zero_is_the_episode_baseline_of_grpo():
     returns, tasks = [1.0, 0.0, 0.5, 2.0], ["t", "t", "t", "u"]
-    episode = episode_advantage(returns, tasks, [2, 1, 1, 1], "std")
+    episode = episode_advantage(returns, tasks, [2, 1, 1, 1], "group")
     joint = joint_advantage(episode, [9.0] * 5, [0, 0, 1, 2, 3], 0.0)
     grpo = group_advantage(returns, tasks, "group")
     assert joint == [[grpo[0]] * 2, [grpo[1]], [grpo[2]], [grpo[3]]]
 
 
 def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="std or mean"):
-        step_advantage([1.0], [0], "group")
+    with pytest.raises(ValueError, match="group, batch or none"):
+        step_advantage([1.0], [0], "std")
     with pytest.raises(ValueError, match="trajectory or step"):
-        episode_advantage([1.0], ["t"], [1], "std", "steps")
+        episode_advantage([1.0], ["t"], [1], "group", "steps")

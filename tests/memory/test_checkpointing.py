@@ -115,7 +115,7 @@ def updated(algorithm, batch, every):
 
     watched = Watched.model_validate(algorithm.model_dump())
     report = updater_of(policy, checkpoint_every=every, rows=3).update(watched, batch)
-    return seen, (report.grad_norm, dict(tree_flatten(policy.model.trainable_parameters())))
+    return seen, (report.grad_norms["policy"], dict(tree_flatten(policy.model.trainable_parameters())))
 
 
 def test_the_fewer_layers_remember_the_lower_the_peak_of_an_update():

@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 
 from building import (
     ALGORITHMS,
+    UNTAUGHT,
     engine_of,
     one_turn_batch,
     scored,
@@ -60,10 +61,10 @@ def test_h04_micro_batches_add_up_to_the_whole_for_every_reduction(name, reducti
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_h06_one_step_moves_lora_b_when_rewards_differ_and_not_at_all_when_they_are_equal(name):
-    algorithm = settings("algorithm", name)
+    algorithm = settings("algorithm", name, **UNTAUGHT.get(name, {}))
     for returns, moves in (([1.0, 0.0, 0.0, 1.0], True), ([1.0] * 4, False)):
-        policy = tiny()
-        batch = algorithm.credit(one_turn_batch([returns, returns], lengths=[1, 2, 3, 4]))
+        policy = tiny_for(algorithm)
+        batch = algorithm.credit(scored(policy, one_turn_batch([returns, returns], lengths=[1, 2, 3, 4]), algorithm))
         updater_of(policy).update(algorithm, batch)
         largest = max(mx.abs(a).max().item() for n, a in weights_of(policy).items() if n.endswith("lora_b"))
         assert (largest > 0) is moves

@@ -1,4 +1,4 @@
-"""DAPO (Yu et al. 2025, arXiv:2503.14476): a wider upper clip, batches full of groups that disagree, a price on length."""
+"""DAPO (Yu et al. 2025, arXiv:2503.14476): a wider upper clip, batches of groups that disagree, a price on length."""
 
 from typing import TYPE_CHECKING, Literal
 

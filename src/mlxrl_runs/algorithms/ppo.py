@@ -59,10 +59,7 @@ class Ppo(ClippedObjective):
         if batch.values is None or batch.final_values is None:
             raise ValueError("the batch has no values: the value head comes before credit")
         is_open = [self.bootstrap_truncated and row.end is not EndReason.ENV_DONE for row in batch.trajectories]
-        bootstrap = [
-            value if more else 0.0
-            for value, more in zip(maths.scalars.numbers(batch.final_values), is_open, strict=True)
-        ]
+        bootstrap = maths.reduction.masked(batch.final_values, maths.scalars.switches(is_open))
         _, returns = maths.values.gae(
             self.token_rewards(batch), batch.values, batch.action_mask, self.gamma, self.gae_lambda, bootstrap
         )
@@ -70,7 +67,8 @@ class Ppo(ClippedObjective):
 
     def loss(self, outputs: "TokenOutputs", batch: "Batch") -> "dict[str, mx.array]":
         terms = super().loss(outputs, batch)
-        assert batch.weights is not None
+        if outputs.values is None or batch.values is None or batch.returns is None or batch.weights is None:
+            raise ValueError("the value loss needs the values of now and before, and credit comes before the loss")
         per_token = maths.values.clipped_value_loss(outputs.values, batch.values, batch.returns, self.value_clip)
         return terms | {"value": maths.reduction.weighted_sum(per_token, batch.weights)}
 

@@ -67,8 +67,8 @@ class Batch:
         """These rows, with the columns that only padded them cut off."""
         trajectories = tuple(self.trajectories[row] for row in rows)
         width = max(len(trajectory.tokens) for trajectory in trajectories)
-        # a slice of neighbours copies nothing
-        picked = slice(rows[0], rows[-1] + 1) if list(rows) == list(range(rows[0], rows[-1] + 1)) else mx.array(rows)
+        neighbours = range(rows[0], rows[-1] + 1)  # as a slice they cost no copy
+        picked = slice(rows[0], rows[-1] + 1) if list(rows) == list(neighbours) else mx.array(list(rows))
         arrays = {name: getattr(self, name) for name in (*_PER_TOKEN, *_PER_ROW)}
         part = {name: array[picked] for name, array in arrays.items() if array is not None}
         return replace(

@@ -37,6 +37,7 @@ class ClippedObjective(PolicyGradient):
 
     def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
         shared, ratio = super().ratio_metrics(logp, batch), self.ratio(logp, batch)
+        assert batch.advantage is not None
         low, high = maths.surrogates.clip_fractions(ratio, batch.advantage, self.clip_low, self.clip_high)
         fractions = {"clip/low_fraction": low, "clip/high_fraction": high}
         if self.dual_clip is not None:

@@ -49,7 +49,7 @@ class PolicyGradient(Settings):
         updates_per_batch, minibatches, kl_stop: see `Algorithm`.
         mask_truncated, mask_longer_than: actions that are not trained; their rewards stay in every baseline.
         filter_groups: groups that all earned the same are not trained and leave every denominator.
-        mismatch_correction, mismatch_level, mismatch_cap: importance weights from the sampler's policy to the trainer's.
+        mismatch_correction, mismatch_level, mismatch_cap: importance weights from the sampler to the trainer.
         echo_coef, echo_schedule, echo_taper_steps: of the cross-entropy of what the environment wrote.
     """
 

@@ -125,7 +125,7 @@ def estimate(
     return value
 
 
-def adapted_coefficient(coefficient: float, observed: float, target: float, episodes: int, horizon: int) -> float:
+def adapted_coefficient(coefficient: float, observed: float, target: float, episodes: int, horizon: float) -> float:
     """The KL coefficient after a step, moved so that the KL comes to its target:
 
         c (1 + clip(observed / target - 1, -0.2, 0.2) episodes / horizon)

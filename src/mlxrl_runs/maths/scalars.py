@@ -1,5 +1,6 @@
-"""From arrays to Python numbers, with types that say which."""
+"""From arrays to Python numbers and back, with types that say which."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -23,3 +24,8 @@ def integers(array: mx.array) -> list[int]:
 def table(array: mx.array) -> list[list[float]]:
     """(N, M) as a list of rows."""
     return cast(list[list[float]], array.tolist())
+
+
+def switches(values: Sequence[bool]) -> mx.array:
+    """(N,) of bool."""
+    return mx.array(list(values), dtype=mx.bool_)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from mlxrl_runs.maths.returns import carried_back
+from mlxrl_runs.maths.scalars import number
 
 
 def gae(
@@ -78,3 +79,17 @@ def value_clip_fraction(values: mx.array, old_values: mx.array, returns: mx.arra
 def _clipped_error(values: mx.array, old_values: mx.array, returns: mx.array, clip: float) -> mx.array:
     old = mx.stop_gradient(old_values)
     return mx.square(mx.clip(values, old - clip, old + clip) - mx.stop_gradient(returns))
+
+
+def explained_variance(values: mx.array, returns: mx.array, mask: mx.array) -> float:
+    """How much of the returns' variance the values account for: 1 - mean (R - V)^2 / var R, over the mask.
+
+    Args: values, returns: (B, T) in the reward's unit; mask: (B, T), nonzero on action tokens.
+    Returns: 1 for values that are the returns, 0 for a constant that is their mean, below 0 for worse; 0 where all
+        returns are equal.
+    """
+    acted, tokens = mask != 0, mx.maximum((mask != 0).sum(), 1)
+    mean = mx.where(acted, returns, 0.0).sum() / tokens
+    variance = number(mx.where(acted, mx.square(returns - mean), 0.0).sum())
+    error = number(mx.where(acted, mx.square(returns - values), 0.0).sum())
+    return 1 - error / variance if variance > 1e-12 * number(tokens) else 0.0
