@@ -50,6 +50,7 @@ from mlxrl_runs.tracking.build import make_trackers  # noqa: E402
 from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
 from mlxrl_runs.training.collapse import CollapseGuard  # noqa: E402
+from mlxrl_runs.training.early_stop import EarlyStop  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, StepCallback, Trainer  # noqa: E402
 from mlxrl_runs.training.metrics import evaluation_metrics  # noqa: E402
@@ -57,6 +58,7 @@ from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: 
 from mlxrl_runs.training.state import Checkpoints  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
 from mlxrl_runs.training.warm_start import WarmStarter  # noqa: E402
+from mlxrl_runs.training.watch import Watch  # noqa: E402
 
 
 def execute(
@@ -436,8 +438,18 @@ class Run:
             fix_reference=self._fix_reference,
             warm_starter=self._warm_starter(),
             guard=CollapseGuard(guard.window_steps, guard.lost_share) if guard.enabled else None,
+            watch=Watch(dict(wording.walk(config.plain()))),
+            early_stop=self._early_stop(),
             callbacks=self.callbacks,
         )
+
+    def _early_stop(self) -> EarlyStop | None:
+        stop, config = self.config.trainer.early_stop, self.config
+        if stop.metric is None:
+            return None
+        every = {"eval": config.trainer.eval_every, "kl": max(config.tracking.kl_every, 1)}
+        expected = every.get(stop.metric.partition("/")[0], 1)
+        return EarlyStop(stop.metric, stop.above, stop.below, stop.patience, expected)
 
     def _say(self, line: str) -> None:
         """Something a person can act on."""
@@ -523,6 +535,8 @@ class Run:
             "files": {"run folder": str(self.folder.path)},
             "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
             "seconds": {"total": total},
+            "stopped": None,
+            "warnings": [],
             "next": [],
         }
         if trainer is None:
@@ -535,6 +549,8 @@ class Run:
             "peaks": dict(meter.highest_bytes),
             "seconds": {**meter.total_seconds, "total": total},
             "tokens": done.counts(),
+            "stopped": trainer.stopped,
+            "warnings": trainer.warnings,
             "files": summary["files"] | ({"weights": str(self._weights)} if saved else {}),
             "next": self._next_commands() if saved else [],
         }

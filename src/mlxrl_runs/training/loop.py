@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import mlx.core as mx
 
@@ -17,6 +18,7 @@ from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.rollout.on_policy import OnPolicy
 from mlxrl_runs.training.collapse import ADVICE, CollapseGuard
+from mlxrl_runs.training.early_stop import EarlyStop
 from mlxrl_runs.training.evaluate import Evaluator, Score
 from mlxrl_runs.training.metrics import (
     Metrics,
@@ -30,6 +32,7 @@ from mlxrl_runs.training.signal import lack_of_signal
 from mlxrl_runs.training.state import Checkpoints
 from mlxrl_runs.training.update import Updater
 from mlxrl_runs.training.warm_start import WarmStarter, warm_start_metrics
+from mlxrl_runs.training.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class BestCheckpoint:
     step: int
     success: float
     folder: Path
+
+
+class Warned(TypedDict):
+    """Something that was said, and when."""
+
+    step: int
+    text: str
 
 
 StepCallback = Callable[[int, Metrics], object]  # (step, its metrics); True ends training after this step
@@ -84,7 +94,12 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """One run's parts and the loop over them."""
+    """One run's parts and the loop over them.
+
+    Attributes:
+        stopped: why training ended before its last step, in words.
+        warnings: what was said that a person can act on, with the step it was said at.
+    """
 
     policy: Policy
     experience: OnPolicy
@@ -102,12 +117,16 @@ class Trainer:
     fix_reference: Callable[[], None]
     warm_starter: WarmStarter | None = None
     guard: CollapseGuard | None = None
+    watch: Watch | None = None
+    early_stop: EarlyStop | None = None
     callbacks: Sequence[StepCallback] = ()
     progress: Progress = field(default_factory=Progress)
     evaluations: dict[str, dict[str, Score] | None] = field(default_factory=lambda: {"before": None, "after": None})
     final: Metrics = field(default_factory=dict)
     best: Metrics = field(default_factory=dict)
     best_checkpoint: BestCheckpoint | None = None
+    stopped: str | None = None
+    warnings: list[Warned] = field(default_factory=list)
 
     def train(self) -> None:
         """Train to the end of the budget, evaluating before and after.
@@ -140,13 +159,13 @@ class Trainer:
             metrics |= warm_start_metrics(losses, evaluation)
         self.fix_reference()
         if warning := lack_of_signal(evaluation["sampled"], self.experience.group_size):
-            self.say(warning)
+            self._warn(warning)
         if self.guard is not None:
             self.guard.begin(evaluation["greedy"]["success"], int(evaluation["greedy"]["episodes"]))
         self.tracker.log(0, metrics)
 
     def _step(self) -> bool:
-        """One step; True when it was the last. The budget is asked once: minutes go on while a step is closed."""
+        """One step; True when it was the last. Budgets are asked once: minutes go on while a step is closed."""
         step = self.progress.step + 1
         self.meter.begin_step()
         with self.meter.phase("rollout"):
@@ -164,21 +183,41 @@ class Trainer:
             **self.meter.metrics(),
             **self._rates_and_counts(groups),
         }
-        last = self._stopped_by_callback(step, metrics) or self._finished()
-        evaluation = self._evaluate(f"after step {step}") if last or self._due(self.cadence.eval_every) else None
-        if evaluation is not None:
-            metrics |= evaluation_metrics(evaluation)
+        evaluation = self._evaluate(f"after step {step}") if self._due(self.cadence.eval_every) else None
+        metrics |= evaluation_metrics(evaluation) if evaluation is not None else {}
+        last = self._is_last(step, metrics)
         if last:
-            self.evaluations["after"] = evaluation
+            evaluation = self.evaluations["after"] = evaluation or self._evaluate(f"after step {step}")
+            metrics |= evaluation_metrics(evaluation)
         self._log(step, metrics, groups, batch)
         if self._due(self.cadence.save_every):
             self._save()
+        self._look(step, metrics, last)
         self._guard(metrics["reward/success"], groups, evaluation, last)
         return last
 
-    def _stopped_by_callback(self, step: int, metrics: Metrics) -> bool:
-        """Every callback is called, whatever the first one wants."""
-        return True in [callback(step, metrics) is True for callback in self.callbacks]
+    def _is_last(self, step: int, metrics: Metrics) -> bool:
+        """Whether the run ends here, and why where it is before its last step. Every callback is called."""
+        asked = True in [callback(step, metrics) is True for callback in self.callbacks]
+        bound = self.early_stop.after_step(step, metrics) if self.early_stop is not None else None
+        if step >= self.cadence.steps:
+            return True
+        self.stopped = bound or (f"a callback returned True at step {step}" if asked else self._spent(step))
+        return self.stopped is not None
+
+    def _look(self, step: int, metrics: Metrics, last: bool) -> None:
+        """Say what a person should know about this step."""
+        if self.early_stop is not None and (missing := self.early_stop.missing(step, last, metrics)):
+            self._warn(missing)
+        for text in self.watch.after_step(metrics) if self.watch is not None else ():
+            self._warn(text)
+        if self.stopped is not None:
+            self.say(f"Training stops: {self.stopped}.")
+
+    def _warn(self, text: str) -> None:
+        step = self.progress.step
+        self.warnings.append({"step": step, "text": text})
+        self.say(f"Step {step}: {text}" if step else text)
 
     def _guard(self, success: float, groups: Sequence[Group], evaluation: dict[str, Score] | None, last: bool) -> None:
         """Keep the best policy, and stop when later ones are so much worse that training must have broken them.
@@ -196,7 +235,7 @@ class Trainer:
         if trouble is None:
             return
         if last:
-            self.say(f"The run ends worse than it was: {trouble}. {ADVICE}")
+            self._warn(f"The run ends worse than it was: {trouble}. {ADVICE}")
             return
         raise TrainingError(f"Collapsed at step {self.progress.step}: {trouble}. {self._put_back_best()} {ADVICE}")
 
@@ -270,14 +309,18 @@ class Trainer:
         self.tracker.log_evaluation(when, evaluation)
         return evaluation
 
-    def _finished(self) -> bool:
+    def _spent(self, step: int) -> str | None:
+        """Which budget is used up; None while there is some of each."""
         done, budget = self.progress, self.cadence
-        return (
-            done.step >= budget.steps
-            or (budget.budget_tokens is not None and done.sampled_tokens >= budget.budget_tokens)
-            or (budget.budget_episodes is not None and done.episodes >= budget.budget_episodes)
-            or (budget.budget_minutes is not None and done.seconds >= 60 * budget.budget_minutes)
-        )
+        spent = {
+            "tokens": (done.sampled_tokens, budget.budget_tokens),
+            "episodes": (done.episodes, budget.budget_episodes),
+            "minutes": (done.seconds / 60, budget.budget_minutes),
+        }
+        for name, (used, limit) in spent.items():
+            if limit is not None and used >= limit:
+                return f"budget.{name}={limit:g} reached at step {step}"
+        return None
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
