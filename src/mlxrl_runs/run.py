@@ -338,7 +338,7 @@ class Run:
         self._close("finished", 0, evaluations, trainer)
 
     def _save_weights(self, trainer: Trainer | None) -> None:
-        if trainer is not None and trainer.progress.step > 0 and not self._weights.exists():
+        if trainer is not None and trainer.progress.step > 0 and trainer.is_sound and not self._weights.exists():
             with written_aside(self._weights) as aside:
                 self.policy.save(aside)
 

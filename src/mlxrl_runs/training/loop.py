@@ -12,7 +12,7 @@ from mlxrl_runs.core.batch import Batch, collate
 from mlxrl_runs.core.protocols import Algorithm, Tracker, TrajectoryRecord
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Group
-from mlxrl_runs.errors import Interrupted, TrainingError
+from mlxrl_runs.errors import EnvironmentFailure, Interrupted, TrainingError
 from mlxrl_runs.maths.scalars import table
 from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy.load import Policy
@@ -29,6 +29,7 @@ from mlxrl_runs.training.metrics import (
 )
 from mlxrl_runs.training.score import score
 from mlxrl_runs.training.signal import lack_of_signal
+from mlxrl_runs.training.sound import fault_of, require_finite_draws, require_usable_advantages
 from mlxrl_runs.training.state import Checkpoints
 from mlxrl_runs.training.update import Updater
 from mlxrl_runs.training.warm_start import WarmStarter, warm_start_metrics
@@ -99,6 +100,8 @@ class Trainer:
     Attributes:
         stopped: why training ended before its last step, in words.
         warnings: what was said that a person can act on, with the step it was said at.
+        last_saved: step and folder of the newest checkpoint; what was saved is a policy that works.
+        is_sound: whether the policy is one that may be saved as the run's result.
     """
 
     policy: Policy
@@ -127,21 +130,27 @@ class Trainer:
     best_checkpoint: BestCheckpoint | None = None
     stopped: str | None = None
     warnings: list[Warned] = field(default_factory=list)
+    last_saved: tuple[int, Path] | None = None
+    is_sound: bool = True
 
     def train(self) -> None:
         """Train to the end of the budget, evaluating before and after.
 
-        Raises: TrainingError when the collapse guard stops it; the policy is then the best one that was kept.
+        Raises: TrainingError when the collapse guard stops it; the policy is then the best one that was kept. Also when
+            a number is not finite; the policy is then the last one that was saved, where the present one is broken.
         """
         try:
             self._begin()
             last = False
             while not last:
                 last = self._step()
+            self._save()
         except Interrupted:
             self._save()
             raise
-        self._save()
+        except (TrainingError, EnvironmentFailure):
+            self._leave_what_works()
+            raise
 
     def _begin(self) -> None:
         """Evaluate, start warm where asked for, and fix what training is compared with."""
@@ -170,6 +179,7 @@ class Trainer:
         self.meter.begin_step()
         with self.meter.phase("rollout"):
             groups = self.experience.groups(step)
+        require_finite_draws((episode for group in groups for episode in group.trajectories), f"at step {step}")
         batch, advantages = self._credited(groups, step)
         with self.meter.phase("update"):
             report = self.updater.update(self.algorithm, batch)
@@ -269,9 +279,11 @@ class Trainer:
                 )
         batch = self.algorithm.credit(batch)
         assert batch.advantage is not None
+        metrics = advantage_metrics(batch)
+        require_usable_advantages(metrics, (episode.total_reward for episode in batch.trajectories), step)
         if step == self.cadence.inject_nan_step:
             batch = batch.with_(advantage=mx.where(batch.action_mask, mx.nan, batch.advantage))
-        return batch, advantage_metrics(batch)
+        return batch, metrics
 
     def _count(self, groups: Sequence[Group]) -> None:
         self.progress.episodes += sum(len(group.trajectories) for group in groups)
@@ -326,7 +338,26 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def _save(self) -> Path:
-        return self.checkpoints.save(self.progress.step, self.policy, self.updater, self.progress.counts())
+        """Raises: TrainingError when there is nothing left that is worth saving."""
+        step = self.progress.step
+        if fault := fault_of(self.policy):
+            self._leave_what_works()
+            raise TrainingError(f"The policy of step {step} is broken: {fault}. Lower optimizer.learning_rate.")
+        folder = self.checkpoints.save(step, self.policy, self.updater, self.progress.counts())
+        self.last_saved = (step, folder)
+        return folder
+
+    def _leave_what_works(self) -> None:
+        """Put the last checkpoint in the place of a broken policy, so that no broken one is saved as the result."""
+        if not self.is_sound or fault_of(self.policy) is None:
+            return
+        if self.last_saved is None:
+            self.is_sound = False
+            self._warn("The policy is broken, and none was saved before it broke: no weights are kept.")
+            return
+        step, folder = self.last_saved
+        self.policy.load_weights(folder)
+        self._warn(f"The policy is broken; that of step {step}, the last one saved, is kept as the result.")
 
 
 def _action_tokens(groups: Sequence[Group]) -> int:
