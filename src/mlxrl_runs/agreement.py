@@ -1,5 +1,6 @@
 """What must agree between the keys of a config, each of them valid by itself. Imports no MLX."""
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -19,10 +20,13 @@ from mlxrl_runs.schema import (
     Precision,
     RolloutSettings,
     RunConfig,
+    TrainerSettings,
 )
+from mlxrl_runs.tracking.names import FREE, METRICS
 
 ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 LABEL = re.compile(r"[\w-]+")
+LIKE_A_SLIP = 0.94  # likeness of two names that differ by a letter; reward/stdev and reward/std have 0.91
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -191,6 +195,59 @@ def _episode_holds_a_turn(rollout: RolloutSettings) -> list[str]:
     ]
 
 
+def _early_stop_has_one_bound(trainer: TrainerSettings) -> list[str]:
+    stop = trainer.early_stop
+    bounds = [f"trainer.early_stop.{side}" for side in ("above", "below") if getattr(stop, side) is not None]
+    if stop.metric is None and bounds:
+        return [
+            f"trainer.early_stop.metric: got null, but {' and '.join(bounds)} is given. "
+            "Try trainer.early_stop.metric=reward/success."
+        ]
+    if stop.metric is not None and len(bounds) != 1:
+        given = "neither" if not bounds else "both"
+        return [
+            f"trainer.early_stop.above, trainer.early_stop.below: got {given}; trainer.early_stop.metric={stop.metric} "
+            "needs exactly one. Try trainer.early_stop.above=0.95 trainer.early_stop.below=null."
+        ]
+    return []
+
+
+def _early_stop_metric_is_one(trainer: TrainerSettings, algorithm: Any, reward: Mapping[str, Any]) -> list[str]:
+    """Names that a run makes itself are let through: of parts of its reward, and of an algorithm from elsewhere."""
+    name = trainer.early_stop.metric
+    elsewhere = not type(algorithm).__module__.startswith("mlxrl_runs.")
+    if name is None or name in METRICS or elsewhere or name.rpartition("/")[2] in reward:
+        return []
+    is_free = name.startswith(FREE) and not name.endswith("/")
+    near = difflib.get_close_matches(name, METRICS, n=1, cutoff=LIKE_A_SLIP if is_free else 0.6)
+    if is_free and not near:
+        return []
+    advice = f"Did you mean {near[0]}?" if near else "Try trainer.early_stop.metric=reward/success."
+    return [f"trainer.early_stop.metric: got {name!r}; allowed: a name of metrics.jsonl (docs/metrics.md). {advice}"]
+
+
+def _early_stop_metric_is_measured(trainer: TrainerSettings, tracking: Any, algorithm: Any) -> list[str]:
+    """What is known before a run to be absent from its steps; the rest is told once a step lacks it."""
+    name = trainer.early_stop.metric
+    if name is None:
+        return []
+    kl_coef, updates = getattr(algorithm, "kl_coef", 0), getattr(algorithm, "updates_per_batch", 1)
+    several = ("kl/old", "ratio/", "clip/")
+    absent = [
+        (name.startswith("eval/") and trainer.eval_every == 0, "is measured only before and after training with "
+         "trainer.eval_every=0. Try trainer.eval_every=10."),
+        (name == "kl/reference" and tracking.kl_every == 0 and kl_coef == 0, "is not measured with "
+         "tracking.kl_every=0. Try tracking.kl_every=1."),
+        (name == "loss/kl" and kl_coef == 0, "is no part of the loss with algorithm.kl_coef=0. "
+         "Try trainer.early_stop.metric=kl/reference."),
+        (name.startswith(several) and updates == 1, "is constant, and absent, with algorithm.updates_per_batch=1. "
+         "Try algorithm.updates_per_batch=2."),
+        (name.startswith("warm_start/"), "is measured once, before training. "
+         "Try trainer.early_stop.metric=reward/success."),
+    ]  # fmt: skip
+    return [f"trainer.early_stop.metric: {name} {reason}" for is_absent, reason in absent if is_absent]
+
+
 def _wired_memory_is_metals(memory: MemorySettings) -> list[str]:
     if memory.wired_limit_gib is None or sys.platform == "darwin":
         return []
@@ -225,6 +282,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model", "adapter"), _quantised_weights_are_not_trained),
     (("adapter",), _initial_adapter_is_there),
     (("rollout",), _episode_holds_a_turn),
+    (("trainer",), _early_stop_has_one_bound),
+    (("trainer", "algorithm", "reward"), _early_stop_metric_is_one),
+    (("trainer", "tracking", "algorithm"), _early_stop_metric_is_measured),
     (("memory",), _wired_memory_is_metals),
     (("memory", "model"), _checkpointing_suits_the_depth),
 )

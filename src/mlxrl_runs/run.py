@@ -51,6 +51,7 @@ from mlxrl_runs.tracking.build import make_trackers  # noqa: E402
 from mlxrl_runs.tracking.drawing import readable_path  # noqa: E402
 from mlxrl_runs.tracking.fan_out import FanOut  # noqa: E402
 from mlxrl_runs.training.collapse import CollapseGuard  # noqa: E402
+from mlxrl_runs.training.early_stop import EarlyStop  # noqa: E402
 from mlxrl_runs.training.evaluate import Evaluator, Score  # noqa: E402
 from mlxrl_runs.training.kl_control import KlControl  # noqa: E402
 from mlxrl_runs.training.loop import Cadence, StepCallback, Trainer  # noqa: E402
@@ -59,6 +60,7 @@ from mlxrl_runs.training.optimizer import LearningRate, make_optimizer  # noqa: 
 from mlxrl_runs.training.state import Checkpoints  # noqa: E402
 from mlxrl_runs.training.update import Updater  # noqa: E402
 from mlxrl_runs.training.warm_start import WarmStarter  # noqa: E402
+from mlxrl_runs.training.watch import Watch  # noqa: E402
 
 
 def execute(
@@ -340,7 +342,7 @@ class Run:
         self._close("finished", 0, evaluations, trainer)
 
     def _save_weights(self, trainer: Trainer | None) -> None:
-        if trainer is not None and trainer.progress.step > 0 and not self._weights.exists():
+        if trainer is not None and trainer.progress.step > 0 and trainer.is_sound and not self._weights.exists():
             with written_aside(self._weights) as aside:
                 self.policy.save(aside)
 
@@ -459,8 +461,18 @@ class Run:
             warm_starter=self._warm_starter(),
             guard=CollapseGuard(guard.window_steps, guard.lost_share) if guard.enabled else None,
             kl_control=KlControl.of(self.algorithm),
+            watch=Watch(dict(wording.walk(config.plain()))),
+            early_stop=self._early_stop(),
             callbacks=self.callbacks,
         )
+
+    def _early_stop(self) -> EarlyStop | None:
+        stop, config = self.config.trainer.early_stop, self.config
+        if stop.metric is None:
+            return None
+        every = {"eval": config.trainer.eval_every, "kl": max(config.tracking.kl_every, 1)}
+        expected = every.get(stop.metric.partition("/")[0], 1)
+        return EarlyStop(stop.metric, stop.above, stop.below, stop.patience, expected)
 
     def _say(self, line: str) -> None:
         """Something a person can act on."""
@@ -546,6 +558,8 @@ class Run:
             "files": {"run folder": str(self.folder.path)},
             "device": " ".join(filter(None, [BACKEND.name, BACKEND.blas])),
             "seconds": {"total": total},
+            "stopped": None,
+            "warnings": [],
             "next": [],
         }
         if trainer is None:
@@ -558,6 +572,8 @@ class Run:
             "peaks": dict(meter.highest_bytes),
             "seconds": {**meter.total_seconds, "total": total},
             "tokens": done.counts(),
+            "stopped": trainer.stopped,
+            "warnings": trainer.warnings,
             "files": summary["files"] | ({"weights": str(self._weights)} if saved else {}),
             "next": self._next_commands() if saved else [],
         }

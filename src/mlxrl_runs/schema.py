@@ -302,6 +302,21 @@ class CollapseGuard(Settings):
     lost_share: OpenShare
 
 
+class EarlyStopSettings(Settings):
+    """A bound on a metric that ends training, everything evaluated and saved.
+
+    Attributes:
+        metric: a name of docs/metrics.md; null for none.
+        above, below: the bound, in the metric's unit; one of them goes with a metric.
+        patience: measurements in a row that must be beyond it.
+    """
+
+    metric: Text | None
+    above: Float | None
+    below: Float | None
+    patience: PositiveInt
+
+
 class TrainerSettings(Settings):
     """Attributes: evaluation_rows: episodes decoded together; *_every: steps, 0 for never in between."""
 
@@ -312,6 +327,7 @@ class TrainerSettings(Settings):
     max_nonfinite_updates: Count
     warm_start: WarmStart
     collapse_guard: CollapseGuard
+    early_stop: EarlyStopSettings
 
 
 class WandbTracking(Settings):

@@ -13,6 +13,7 @@ from mlxrl_runs.problems import walk
 ROOT = Path(__file__).resolve().parents[2]
 FLAT = re.sub(r"```.*?```", "", (ROOT / "docs/flat_reward.md").read_text(), flags=re.DOTALL)
 PYTHON = (ROOT / "docs/python.md").read_text()
+SAFETY = (ROOT / "docs/safety.md").read_text()
 METRICS = (ROOT / "docs/metrics.md").read_text()
 QUOTED = re.findall(r"`([^`\n]+)`", FLAT)
 OVERRIDES = [text for text in re.findall(r"`([^`]+)`", FLAT) if re.match(r"[a-z_.]+=", text)]
@@ -44,3 +45,27 @@ def test_every_metric_and_key_the_flat_reward_page_names_exists():
     assert [name for name in sorted(named - of_recurring) if f"| `{name}` |" not in METRICS] == []
     dotted = {text for text in QUOTED if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)} - {"evaluation.json"}
     assert len(dotted) > 12 and [key for key in sorted(dotted) if key not in keys] == []
+
+
+def test_every_key_metric_and_setting_the_safety_page_names_exists():
+    keys = {key for key, _ in walk(compose([]).plain())}
+    quoted = re.findall(r"`([^`\n]+)`", SAFETY)
+    dotted = {text for text in quoted if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)} - {"summary.json", "run.json"}
+    assert len(dotted) >= 9 and [key for key in sorted(dotted - {"trainer.collapse_guard"}) if key not in keys] == []
+    metrics = {text for text in quoted if re.fullmatch(r"[a-z_]+/[a-z_]+", text)}
+    assert len(metrics) >= 6 and [name for name in sorted(metrics) if f"| `{name}` |" not in METRICS] == []
+    settings = [text for text in quoted if re.match(r"trainer\.early_stop\.metric=", text)]
+    assert len(settings) == 2 and all(compose(text.split()) for text in settings)
+
+
+def test_the_safety_page_quotes_what_a_run_says():
+    said = "".join(
+        (ROOT / "src/mlxrl_runs" / file).read_text()
+        for file in ("training/watch.py", "training/early_stop.py", "training/sound.py", "training/loop.py",
+                     "training/update.py", "rollout/environment.py")
+    )  # fmt: skip
+    said = re.sub(r'"\s*f?"', "", said)  # texts that are written over several lines
+    phrases = [re.sub(r"`[^`]*`", "", line.split("|")[1]) for line in SAFETY.splitlines() if line.startswith("| ")]
+    phrases = [part.strip(" ,%") for phrase in phrases if "it says" not in phrase for part in phrase.split("...")]
+    phrases = [phrase for phrase in phrases if len(phrase.split()) > 1]
+    assert len(phrases) >= 12 and [phrase for phrase in phrases if phrase not in said] == []

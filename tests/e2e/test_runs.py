@@ -243,6 +243,7 @@ def make(task, seed, group_index): return Bad({reward})
     ("reward", "message"),
     [
         ("float('nan')", "must be finite, got nan"),
+        ("10**400", "must be finite, got a number beyond 3.4e+38"),
         ("None", "must be one number, got None"),
         ("'1'", "must be one number, got '1'"),
         ("[1.0, 0.0]", "must be one number, got [1.0, 0.0]"),
@@ -259,6 +260,31 @@ def test_h20_a_bad_reward_fails_the_run_by_name_and_leaves_its_folder_whole(tmp_
     assert record["state"] == "failed" and message in record["error"]
     assert (tmp_path / "out/latest/config.yaml").is_file()
     assert "Traceback" in (tmp_path / "out/latest/run.log").read_text()
+
+
+@pytest.mark.slow
+def test_h21_advantages_that_overflow_are_refused_by_name_before_any_update(tmp_path):
+    # 3.4e38 and -3.4e38 are rewards float32 can hold; their distance from the mean of a group is not
+    file = tmp_path / "huge.py"
+    file.write_text(BAD_ENVIRONMENT.replace("{reward}", "__import__('random').choice([-3.4e38, 3.4e38])"))
+    plain = ["algorithm=grpo", "algorithm.advantage_scaling=none", "env=python", f"env.file={file}"]
+    done = run(*SHORT, *plain, output=tmp_path / "out")
+    assert done.returncode == 1 and "The advantages of step 1 reach from -inf to inf" in done.stderr
+    assert "The episodes earned -3.4e+38 to 3.4e+38" in done.stderr and "advantage_scaling=group" in done.stderr
+    record = json.loads((tmp_path / "out/latest/run.json").read_text())
+    assert record["state"] == "failed" and "The advantages of step 1" in record["error"]
+
+
+@pytest.mark.slow
+def test_h21_a_policy_that_an_update_broke_is_never_saved(tmp_path):
+    done = run(*SHORT, "optimizer.learning_rate=1e20", "trainer.save_every=1", output=tmp_path)
+    folder = tmp_path / "latest"
+    assert done.returncode == 1 and "The policy of step 1 is broken" in done.stderr
+    assert "optimizer.learning_rate" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((folder / "run.json").read_text())["state"] == "failed"
+    assert not (folder / "adapters").exists() and not list(folder.glob("checkpoints/step_*"))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "weights" not in summary["files"] and "no weights are kept" in summary["warnings"][-1]["text"]
 
 
 def test_weights_are_named_only_where_they_were_saved(tmp_path):

@@ -137,6 +137,16 @@ def test_paths_and_commands_are_never_wrapped():
     assert "  metrics  /runs/[a]/metrics.jsonl" in lines
 
 
+def test_the_closing_words_say_why_it_ended_early_and_count_the_warnings():
+    warned = [{"step": 0, "text": "few groups disagree"}, {"step": 7, "text": "all cut"}]
+    stopped = "reward/success 0.97 above 0.95 at step 41"
+    text = written(1, io.StringIO(), summary={**SUMMARY, "stopped": stopped, "warnings": warned})
+    assert f"  stopped early  {stopped}\n" in text
+    assert "  warnings       2, at steps 0, 7: see above, or summary.json\n" in text
+    plain = written(1, io.StringIO(), summary={**SUMMARY, "stopped": None, "warnings": []})
+    assert "stopped" not in plain and "warnings" not in plain
+
+
 def test_a_failed_run_still_gets_its_closing_words():
     text = written(1, io.StringIO(), summary={"state": "failed", "evaluation": {"before": None, "after": None}})
     assert "failed" in text and "held-out tasks" not in text and "phase" not in text

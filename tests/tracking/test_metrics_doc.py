@@ -1,6 +1,8 @@
 import re
 from pathlib import Path
 
+from mlxrl_runs.tracking.names import FREE, METRICS
+
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 CONTRACT = """
     reward/mean reward/std reward/<part> group/zero_std_fraction advantage/mean advantage/std advantage/min
@@ -60,3 +62,9 @@ def test_the_contracts_names_are_all_there():
 def test_a_part_of_the_reward_is_documented_and_an_invented_name_is_not():
     assert is_documented("reward/exact") and is_documented("loss/total")
     assert not is_documented("loss/invented")
+
+
+def test_the_names_the_config_knows_are_those_of_the_table():
+    written_out = {name for name in documented_names() if "<" not in name}
+    assert set(METRICS) == written_out and len(METRICS) == len(written_out)
+    assert set(FREE) == {name.split("<")[0] for name in documented_names() if "<" in name}

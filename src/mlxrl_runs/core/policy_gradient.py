@@ -92,8 +92,10 @@ class PolicyGradient(Settings):
             raise ValueError(f"advantage_scaling: got {self.advantage_scaling}; allowed here: {allowed}")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target needs a kl_coef to start from, such as kl_coef=0.05")
-        if self.kl_stop is not None and not self._is_stepwise:
-            raise ValueError("kl_stop acts between the optimizer steps on a batch: raise updates_per_batch")
+        if self.kl_stop is not None and self.updates_per_batch == 1:
+            raise ValueError(
+                "kl_stop acts from the second time on that a batch is gone through: raise updates_per_batch"
+            )
         self._kl_acts()
         return self
 

@@ -108,9 +108,13 @@ def finite_number(value: object, what: str) -> float:
     """True and False count as 1 and 0; a list of one number is a wrong count, not a number."""
     if not isinstance(value, Real):
         raise EnvironmentFailure(f"{what} must be one number, got {value!r}")
-    if not abs(float(value)) <= FLOAT32_LARGEST:  # also when it is not a number at all
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number may have any length, and its digits would be all of the message
+        raise EnvironmentFailure(f"{what} must be finite, got a number beyond {FLOAT32_LARGEST:.1e}") from None
+    if not abs(number) <= FLOAT32_LARGEST:  # also when it is not a number at all
         raise EnvironmentFailure(f"{what} must be finite, got {value!r}")
-    return float(value)
+    return number
 
 
 def _numbers(values: object, what: str) -> dict[str, float]:

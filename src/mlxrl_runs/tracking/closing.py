@@ -21,12 +21,13 @@ def closing_words(
     """The parts of the summary, top to bottom; what `summary` does not hold is left out.
 
     Args:
-        summary: state, steps, evaluation, measured, peaks, seconds, tokens, files, next, device. `measured` names the
-            parts of the reward that are logged and not paid for.
+        summary: state, steps, stopped, warnings, evaluation, measured, peaks, seconds, tokens, files, next, device.
+            `measured` names the parts of the reward that are logged and not paid for.
         rewards: reward/mean, one number a step.
         console: for its width, and whether it can show more than ASCII.
     """
     yield from _headline(summary, exit_code, console)
+    yield from _notes(summary)
     yield from _evaluation(summary.get("evaluation") or {}, summary.get("measured") or ())
     yield from _curve(rewards, console)
     yield from _cost(summary.get("seconds") or {}, summary.get("peaks") or {})
@@ -43,6 +44,16 @@ def _headline(summary: Mapping[str, Any], exit_code: int, console: Console) -> I
     title = Text("  ".join(word for word in words if word), style=style)
     yield Text()
     yield Rule(title, align="left", style=style, characters="-" if console.options.ascii_only else "─")
+
+
+def _notes(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Why it ended early, and that there is something to read further up."""
+    if stopped := summary.get("stopped"):
+        yield Text.assemble(("  stopped early  ", "cyan"), str(stopped))
+    if warnings := summary.get("warnings") or ():
+        steps = ", ".join(str(warning["step"]) for warning in warnings)
+        at = f"at step {steps}" if len(warnings) == 1 else f"at steps {steps}"
+        yield Text.assemble((f"  warnings       {len(warnings)}, {at}", "bold yellow"), ": see above, or summary.json")
 
 
 def _evaluation(evaluation: Mapping[str, Any], measured: Sequence[str]) -> Iterator[RenderableType]:

@@ -16,6 +16,7 @@ from mlxrl_runs.rollout.engine import RolloutEngine
 from mlxrl_runs.rollout.environment import last_text, opened, reset
 from mlxrl_runs.rollout.on_policy import requests_of
 from mlxrl_runs.rollout.sampling import Sampling
+from mlxrl_runs.training.sound import require_finite_draws
 
 EXAMPLES = 8
 Score = dict[str, Any]  # numbers, and the named parts of the reward under `parts`
@@ -67,6 +68,7 @@ class Evaluator:
             of_task = sampled[first : first + self._members]
             requests += [*of_task, replace(of_task[0], greedy=True)]  # one a task: every other would be the same
         played, _ = self._engine.play(requests, self._sampling, rows=self._rows)
+        require_finite_draws(played, "in this evaluation")
         pairs = list(zip(requests, played, strict=True))
         return (
             [trajectory for request, trajectory in pairs if not request.greedy],

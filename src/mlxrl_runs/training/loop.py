@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import mlx.core as mx
 
@@ -11,11 +12,12 @@ from mlxrl_runs.core.batch import Batch, collate
 from mlxrl_runs.core.protocols import Algorithm, Experience, Refills, Sampled, Tracker, TrajectoryRecord
 from mlxrl_runs.core.stop import StopRequest
 from mlxrl_runs.core.trajectory import Group
-from mlxrl_runs.errors import Interrupted, TrainingError
+from mlxrl_runs.errors import EnvironmentFailure, Interrupted, TrainingError
 from mlxrl_runs.maths.scalars import table
 from mlxrl_runs.memory.meter import Meter
 from mlxrl_runs.policy.load import Policy
 from mlxrl_runs.training.collapse import ADVICE, CollapseGuard
+from mlxrl_runs.training.early_stop import EarlyStop
 from mlxrl_runs.training.evaluate import Evaluator, Score
 from mlxrl_runs.training.kl_control import KlControl
 from mlxrl_runs.training.metrics import (
@@ -27,9 +29,11 @@ from mlxrl_runs.training.metrics import (
 )
 from mlxrl_runs.training.score import score
 from mlxrl_runs.training.signal import lack_of_signal
+from mlxrl_runs.training.sound import fault_of, require_finite_draws, require_usable_advantages
 from mlxrl_runs.training.state import Checkpoints
 from mlxrl_runs.training.update import Updater
 from mlxrl_runs.training.warm_start import WarmStarter, warm_start_metrics
+from mlxrl_runs.training.watch import Watch
 
 SOLVED = 0.99  # success at which groups without spread are good news
 
@@ -59,6 +63,13 @@ class BestCheckpoint:
     folder: Path
 
 
+class Warned(TypedDict):
+    """Something that was said, and when."""
+
+    step: int
+    text: str
+
+
 StepCallback = Callable[[int, Metrics], object]  # (step, its metrics); True ends training after this step
 
 
@@ -86,7 +97,14 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """One run's parts and the loop over them."""
+    """One run's parts and the loop over them.
+
+    Attributes:
+        stopped: why training ended before its last step, in words.
+        warnings: what was said that a person can act on, with the step it was said at.
+        last_saved: step and folder of the newest checkpoint; what was saved is a policy that works.
+        is_sound: whether the policy is one that may be saved as the run's result.
+    """
 
     policy: Policy
     experience: Experience
@@ -105,27 +123,37 @@ class Trainer:
     warm_starter: WarmStarter | None = None
     guard: CollapseGuard | None = None
     kl_control: KlControl | None = None
+    watch: Watch | None = None
+    early_stop: EarlyStop | None = None
     callbacks: Sequence[StepCallback] = ()
     progress: Progress = field(default_factory=Progress)
     evaluations: dict[str, dict[str, Score] | None] = field(default_factory=lambda: {"before": None, "after": None})
     final: Metrics = field(default_factory=dict)
     best: Metrics = field(default_factory=dict)
     best_checkpoint: BestCheckpoint | None = None
+    stopped: str | None = None
+    warnings: list[Warned] = field(default_factory=list)
+    last_saved: tuple[int, Path] | None = None
+    is_sound: bool = True
 
     def train(self) -> None:
         """Train to the end of the budget, evaluating before and after.
 
-        Raises: TrainingError when the collapse guard stops it; the policy is then the best one that was kept.
+        Raises: TrainingError when the collapse guard stops it; the policy is then the best one that was kept. Also when
+            a number is not finite; the policy is then the last one that was saved, where the present one is broken.
         """
         try:
             self._begin()
             last = False
             while not last:
                 last = self._step()
+            self._save()
         except Interrupted:
             self._save()
             raise
-        self._save()
+        except (TrainingError, EnvironmentFailure):
+            self._leave_what_works()
+            raise
 
     def _begin(self) -> None:
         """Evaluate, start warm where asked for, and fix what training is compared with."""
@@ -143,17 +171,18 @@ class Trainer:
             metrics |= warm_start_metrics(losses, evaluation)
         self.fix_reference()
         if warning := lack_of_signal(evaluation["sampled"], self.experience.group_size):
-            self.say(warning)
+            self._warn(warning)
         if self.guard is not None:
             self.guard.begin(evaluation["greedy"]["success"], int(evaluation["greedy"]["episodes"]))
         self.tracker.log(0, metrics)
 
     def _step(self) -> bool:
-        """One step; True when it was the last. The budget is asked once: minutes go on while a step is closed."""
+        """One step; True when it was the last. Budgets are asked once: minutes go on while a step is closed."""
         step = self.progress.step + 1
         self.meter.begin_step()
         with self.meter.phase("rollout"):
             sampled = self.experience.sample(step)
+        require_finite_draws((row for group in sampled.groups for row in group.trajectories), f"at step {step}")
         if not sampled.kept:
             return self._nothing_to_learn(sampled)
         groups = sampled.kept
@@ -172,15 +201,16 @@ class Trainer:
             **self._rates_and_counts(sampled),
         }
         self._steer_kl(metrics, len(batch.trajectories))
-        last = self._stopped_by_callback(step, metrics) or self._finished()
-        evaluation = self._evaluate(f"after step {step}") if last or self._due(self.cadence.eval_every) else None
-        if evaluation is not None:
-            metrics |= evaluation_metrics(evaluation)
+        evaluation = self._evaluate(f"after step {step}") if self._due(self.cadence.eval_every) else None
+        metrics |= evaluation_metrics(evaluation) if evaluation is not None else {}
+        last = self._is_last(step, metrics)
         if last:
-            self.evaluations["after"] = evaluation
+            evaluation = self.evaluations["after"] = evaluation or self._evaluate(f"after step {step}")
+            metrics |= evaluation_metrics(evaluation)
         self._log(step, metrics, groups, batch)
         if self._due(self.cadence.save_every):
             self._save()
+        self._look(step, metrics, last)
         self._guard(metrics["reward/success"], sampled.groups, evaluation, last)
         return last
 
@@ -191,22 +221,43 @@ class Trainer:
         """
         success = experience_metrics(sampled.groups)["reward/success"]
         found = (
-            f"Step {self.progress.step + 1}: all {len(sampled.groups)} groups of {sampled.refills + 1} rounds of "
-            f"sampling are without spread, so that no advantage is left (success {success:.3f})."
+            f"all {len(sampled.groups)} groups of {sampled.refills + 1} rounds of sampling are without spread at step "
+            f"{self.progress.step + 1}, which leaves no advantage (success {success:.3f})"
         )
         if success < SOLVED:
             raise TrainingError(
-                f"{found} Try easier or harder tasks, group_size={2 * self.experience.group_size}, "
-                "trainer.warm_start.steps=20, or algorithm.max_refills=0 to train on whatever comes."
+                f"Nothing to learn from: {found}. Try easier or harder tasks, "
+                f"group_size={2 * self.experience.group_size}, trainer.warm_start.steps=20, or algorithm.max_refills=0 "
+                "to train on whatever comes."
             )
         self._count(sampled)
-        self.say(f"{found} The tasks are solved: training ends here.")
+        self.stopped = f"the tasks are solved: {found}"
+        self.say(f"Training stops: {self.stopped}.")
         self.evaluations["after"] = self._evaluate(f"after step {self.progress.step}")
         return True
 
-    def _stopped_by_callback(self, step: int, metrics: Metrics) -> bool:
-        """Every callback is called, whatever the first one wants."""
-        return True in [callback(step, metrics) is True for callback in self.callbacks]
+    def _is_last(self, step: int, metrics: Metrics) -> bool:
+        """Whether the run ends here, and why where it is before its last step. Every callback is called."""
+        asked = True in [callback(step, metrics) is True for callback in self.callbacks]
+        bound = self.early_stop.after_step(step, metrics) if self.early_stop is not None else None
+        if step >= self.cadence.steps:
+            return True
+        self.stopped = bound or (f"a callback returned True at step {step}" if asked else self._spent(step))
+        return self.stopped is not None
+
+    def _look(self, step: int, metrics: Metrics, last: bool) -> None:
+        """Say what a person should know about this step."""
+        if self.early_stop is not None and (missing := self.early_stop.missing(step, last, metrics)):
+            self._warn(missing)
+        for text in self.watch.after_step(metrics) if self.watch is not None else ():
+            self._warn(text)
+        if self.stopped is not None:
+            self.say(f"Training stops: {self.stopped}.")
+
+    def _warn(self, text: str) -> None:
+        step = self.progress.step
+        self.warnings.append({"step": step, "text": text})
+        self.say(f"Step {step}: {text}" if step else text)
 
     def _guard(self, success: float, groups: Sequence[Group], evaluation: dict[str, Score] | None, last: bool) -> None:
         """Keep the best policy, and stop when later ones are so much worse that training must have broken them.
@@ -224,7 +275,7 @@ class Trainer:
         if trouble is None:
             return
         if last:
-            self.say(f"The run ends worse than it was: {trouble}. {ADVICE}")
+            self._warn(f"The run ends worse than it was: {trouble}. {ADVICE}")
             return
         raise TrainingError(f"Collapsed at step {self.progress.step}: {trouble}. {self._put_back_best()} {ADVICE}")
 
@@ -266,9 +317,11 @@ class Trainer:
                 )
         batch = self.algorithm.credit(batch)
         assert batch.advantage is not None
+        metrics = advantage_metrics(batch)
+        require_usable_advantages(metrics, (episode.total_reward for episode in batch.trajectories), step)
         if step == self.cadence.inject_nan_step:
             batch = batch.with_(advantage=mx.where(batch.action_mask, mx.nan, batch.advantage))
-        return batch, advantage_metrics(batch)
+        return batch, metrics
 
     def _steer_kl(self, metrics: Metrics, episodes: int) -> None:
         if self.kl_control is not None:
@@ -321,21 +374,44 @@ class Trainer:
         self.tracker.log_evaluation(when, evaluation)
         return evaluation
 
-    def _finished(self) -> bool:
+    def _spent(self, step: int) -> str | None:
+        """Which budget is used up; None while there is some of each."""
         done, budget = self.progress, self.cadence
-        return (
-            done.step >= budget.steps
-            or (budget.budget_tokens is not None and done.sampled_tokens >= budget.budget_tokens)
-            or (budget.budget_episodes is not None and done.episodes >= budget.budget_episodes)
-            or (budget.budget_minutes is not None and done.seconds >= 60 * budget.budget_minutes)
-        )
+        spent = {
+            "tokens": (done.sampled_tokens, budget.budget_tokens),
+            "episodes": (done.episodes, budget.budget_episodes),
+            "minutes": (done.seconds / 60, budget.budget_minutes),
+        }
+        for name, (used, limit) in spent.items():
+            if limit is not None and used >= limit:
+                return f"budget.{name}={limit:g} reached at step {step}"
+        return None
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
 
     def _save(self) -> Path:
+        """Raises: TrainingError when there is nothing left that is worth saving."""
+        step = self.progress.step
+        if fault := fault_of(self.policy):
+            self._leave_what_works()
+            raise TrainingError(f"The policy of step {step} is broken: {fault}. Lower optimizer.learning_rate.")
         state = self.progress.counts() | ({} if self.kl_control is None else {"kl_coef": self.kl_control.coefficient})
-        return self.checkpoints.save(self.progress.step, self.policy, self.updater, state)
+        folder = self.checkpoints.save(step, self.policy, self.updater, state)
+        self.last_saved = (step, folder)
+        return folder
+
+    def _leave_what_works(self) -> None:
+        """Put the last checkpoint in the place of a broken policy, so that no broken one is saved as the result."""
+        if not self.is_sound or fault_of(self.policy) is None:
+            return
+        if self.last_saved is None:
+            self.is_sound = False
+            self._warn("The policy is broken, and none was saved before it broke: no weights are kept.")
+            return
+        step, folder = self.last_saved
+        self.policy.load_weights(folder)
+        self._warn(f"The policy is broken; that of step {step}, the last one saved, is kept as the result.")
 
 
 def _action_tokens(groups: Sequence[Group]) -> int:

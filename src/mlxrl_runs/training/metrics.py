@@ -65,6 +65,7 @@ def update_metrics(batch: Batch, report: UpdateReport) -> Metrics:
         "optimizer/learning_rate": report.learning_rate,
         **maths.mismatch.gap(logp, batch.sampler_logp, batch.action_mask),
         **report.ratio_metrics,
+        **({} if report.stopped_early is None else {"update/stopped_early": float(report.stopped_early)}),
     }
     if batch.reference_logp is not None:
         kl = maths.divergence.k3(logp, batch.reference_logp)

@@ -36,7 +36,7 @@ class UpdateReport:
         outputs: of the batch's tokens, as each row was first met.
         grad_norms: before clipping, of the first optimizer step, by what was trained: policy, value.
         ratio_metrics: where there were several optimizer steps, as each row was last met.
-        stopped_early: kl_stop ended them.
+        stopped_early: whether kl_stop ended them; None where there is none.
     """
 
     losses: dict[str, float]
@@ -44,7 +44,7 @@ class UpdateReport:
     grad_norms: dict[str, float]
     learning_rate: float
     ratio_metrics: dict[str, float] = field(default_factory=dict)
-    stopped_early: bool = False
+    stopped_early: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,19 @@ class Updater:
         Raises: TrainingError when a loss or gradient is not finite more often than allowed; the weights and the
             optimizer are then as before that step.
         """
-        first = self._visit(algorithm, batch, 0)
-        assert first is not None
-        last: UpdateReport | None = first
+        first = last = self._visit(algorithm, batch, 0)
+        assert first is not None and last is not None, "only a later visit may end early"
+        stopped = None if algorithm.kl_stop is None else False
         for visit in range(1, algorithm.updates_per_batch):
-            last = self._visit(algorithm, batch, visit)
-            if last is None:
-                return replace(first, stopped_early=True)
-            first.ratio_metrics = algorithm.ratio_metrics(last.outputs.logp, batch)
-        if algorithm.minibatches > 1 and not first.ratio_metrics:
-            first.ratio_metrics = algorithm.ratio_metrics(first.outputs.logp, batch)
-        return first
+            met = self._visit(algorithm, batch, visit)
+            if met is None:
+                stopped = True
+                break
+            last = met
+        if algorithm.updates_per_batch * algorithm.minibatches == 1:
+            return first
+        ratios = algorithm.ratio_metrics(last.outputs.logp, batch)
+        return replace(first, ratio_metrics=ratios, stopped_early=stopped)
 
     def _visit(self, algorithm: Algorithm, batch: Batch, visit: int) -> UpdateReport | None:
         """Go through the batch once; None when `kl_stop` says that the policy has moved far enough."""
