@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # As a share of the largest logit. An adapter comes out bit-equal; fusing rounds in another order: 1e-6 of it on the
 # shipped model (2e-5 of 16), 2e-6 on SmolLM2 (8e-5 of 40).
 TOLERANCE = 1e-5
+MAKES_THE_POLICY = ("seed", "model", "adapter", "env")  # sections of a config; the environment says what to ask it
 
 
 class ExportDiffers(MlxrlError):
@@ -64,7 +65,7 @@ def export(run: str, *, fuse: bool = False, dequantize: bool = False, out: Path 
     policy = open_policy_of(config, keep_reference=False)
     policy.load_weights(saved.folder)
     kind = _kind(policy, fuse, dequantize)
-    print(f"{config.run_name}: {kind} from {saved.folder}")
+    print(f"{config.name}: {kind} from {saved.folder}")
     final = _place(saved, kind, out)
     with _writing(final, replace=out is None) as aside:
         _write(policy, kind, saved.folder, aside, dequantize)
@@ -77,20 +78,16 @@ def _config_of(run: Path) -> "RunConfig":
     """Raises: ConfigError when the run's config is missing, or no longer fits this version or machine."""
     import yaml  # type: ignore[import-untyped]
 
-    from mlxrl_runs.config import validate
-    from mlxrl_runs.core import registry
-    from mlxrl_runs.groups import conf_folder
+    from mlxrl_runs.config import compose_config, validate
 
     try:
         plain = yaml.safe_load((run / "config.yaml").read_text())
         if not isinstance(plain, dict):
             raise ConfigError("is damaged: it holds no config.")
-        # how a policy was paid and trained says nothing about what it is now: a reward's file may be gone
-        plain["reward"] = {"environment": {"name": "environment", "weight": 1.0}}
-        if plain["algorithm"]["name"] not in registry.algorithm.names():
-            # registered by the program that trained
-            plain["algorithm"] = yaml.safe_load((conf_folder() / "algorithm/grpo.yaml").read_text())
-        return validate(plain)
+        # how a policy was trained says nothing about what it is now: its reward's file may be gone, its algorithm be
+        # unknown here, and the keys of both be those of another version
+        policy = {key: plain[key] for key in MAKES_THE_POLICY if key in plain}
+        return validate(compose_config([]) | policy | {"name": run.name})
     except OSError as error:
         raise ConfigError(f"RUN_DIR: {run} has no config.yaml that can be read ({error.strerror}).") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

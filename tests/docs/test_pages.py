@@ -48,7 +48,7 @@ def test_every_metric_and_key_the_flat_reward_page_names_exists():
 
 
 def test_every_key_metric_and_setting_the_safety_page_names_exists():
-    keys = {key for key, _ in walk(compose([]).plain())}
+    keys = {key for algorithm in ("gigpo", "dapo") for key, _ in walk(compose([f"algorithm={algorithm}"]).plain())}
     quoted = re.findall(r"`([^`\n]+)`", SAFETY)
     dotted = {text for text in quoted if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text)} - {"summary.json", "run.json"}
     assert len(dotted) >= 9 and [key for key in sorted(dotted - {"trainer.collapse_guard"}) if key not in keys] == []

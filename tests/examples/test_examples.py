@@ -11,11 +11,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-import yaml
 
 from building import ENVIRONMENTS, one_turn_batch
 from contracts import test_algorithms as promises
 from mlxrl_runs import Completion, StepResult, compose, train
+from mlxrl_runs.config import compose_config
 from mlxrl_runs.core import registry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -148,7 +148,7 @@ def raft(monkeypatch):
 @pytest.fixture
 def make(raft, monkeypatch):
     """The contracts' own tests, with the example in the place of a registered yaml."""
-    values = yaml.safe_load((EXAMPLES / "conf/algorithm/raft.yaml").read_text())
+    values = compose_config(["algorithm=raft"], [EXAMPLES / "conf"])["algorithm"]
     make = lambda group, name, **changes: raft.model_validate(values | changes)
     monkeypatch.setattr(promises, "settings", make)
     return make

@@ -229,9 +229,19 @@ def test_a_config_that_no_longer_fits_is_named(run, tmp_path, capsys):
     config = yaml.safe_load((run / "config.yaml").read_text())
     (tmp_path / "adapters").symlink_to(run / "adapters")
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "group_sizee": 4}))
+    config["model"]["pathh"] = "x"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert main([str(tmp_path)]) == 2
-    assert f"{tmp_path / 'config.yaml'}: group_sizee: no such key" in capsys.readouterr().err
+    assert f"{tmp_path / 'config.yaml'}: model.pathh: no such key" in capsys.readouterr().err
+
+
+def test_a_run_of_another_version_is_exported_although_its_algorithm_had_other_keys(run, tmp_path):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (tmp_path / "adapters").symlink_to(run / "adapters")
+    (tmp_path / "run.json").write_text("{}")
+    config |= {"algorithm": {"name": "gigpo", "normalization": "std"}, "trainer": {}, "of_old": 1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main([str(tmp_path)]) == 0
 
 
 def test_a_run_is_exported_from_another_folder_and_without_the_file_that_paid_it(tmp_path, monkeypatch):

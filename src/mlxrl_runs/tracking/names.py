@@ -3,8 +3,8 @@
 # What begins so has a name of the run's own behind it: a part of its reward, or a score.
 FREE = ("reward/", "eval/sampled_", "eval/greedy_", "warm_start/")
 _WRITTEN_OUT = """
-    reward/mean reward/std reward/success group/zero_std_fraction advantage/mean advantage/std advantage/min
-    advantage/max advantage/episode_std advantage/step_std anchor/group_size_mean anchor/singleton_fraction
+    reward/mean reward/std reward/success reward/overlong group/zero_std_fraction advantage/mean advantage/std
+    advantage/min advantage/max advantage/episode_std advantage/step_std anchor/group_size_mean anchor/singleton_fraction
     kl/reference kl/old kl/coef ratio/mean ratio/max clip/low_fraction clip/high_fraction clip/dual_fraction
     mismatch/mean mismatch/max mismatch/kl refill/rounds refill/sampled_groups refill/kept_groups refill/unused_tokens
     value/mean value/return_mean value/explained_variance echo/cross_entropy echo/accuracy policy/entropy loss/total
