@@ -11,6 +11,7 @@ from golden_cases import Case
 from mlxrl_runs import maths
 
 Answer = dict[str, Any]
+DUAL_CLIP = 3.0  # verl's, where a case does not say
 
 
 def grpo_trl(case: Case) -> Answer:
@@ -194,6 +195,174 @@ def logprobs_entropy(case: Case) -> Answer:
     }
 
 
+def loss_policy_trl(case: Case) -> Answer:
+    config = case.settings(
+        "importance_sampling_level", "beta", "epsilon_low", "epsilon_high", "delta", "loss_type",
+        "use_bias_correction_kl", "max_completion_length", "gradient_accumulation_steps", "steps_per_generation",
+        "num_items_in_batch",
+    )  # fmt: skip
+    mask = _array(case, "mask") * (_array(case, "tool_mask") if "tool_mask" in case.inputs else 1)
+    advantage = _array(case, "advantages")[:, None]
+    kind, weights = config["loss_type"], _trl_weights(config, mask)
+    reference = _array(case, "ref_logps") if config["beta"] else None
+    at = _array(case, "logps")
+
+    def ratio(logp: mx.array) -> mx.array:
+        old = _array(case, "old_logps") if "old_logps" in case.inputs else logp
+        return maths.surrogates.ratio_at(config["importance_sampling_level"], logp, old, mask, None, None)
+
+    def kl(logp: mx.array, reference: mx.array) -> mx.array:
+        corrected = "corrected" if config.get("use_bias_correction_kl") else "plain"
+        # TRL multiplies by the ratio of the level in use
+        return maths.divergence.estimate("k3", corrected, logp, reference, logp, None, ratio(logp))
+
+    def loss(logp: mx.array) -> mx.array:
+        per_token = _trl_policy_term(kind, config, ratio(logp), logp, advantage)
+        if reference is not None:
+            per_token = per_token + config["beta"] * kl(logp, reference)
+        return maths.reduction.weighted_sum(per_token, weights)
+
+    answer = {"loss": loss(at), "grad_logps": _slope(loss, at)}
+    over = _trl_metric_weights(config, mask)
+    if kind == "cispo":
+        _, above = maths.surrogates.cap_fractions(ratio(at), 0.0, config["epsilon_high"])
+        clipped = mx.where(advantage > 0, above, 0.0)  # TRL counts those with a positive advantage
+        answer["cispo_clip_mean"] = maths.reduction.weighted_sum(clipped, over)
+    elif kind != "sapo":
+        fractions = maths.surrogates.clip_fractions(ratio(at), advantage, config["epsilon_low"], config["epsilon_high"])
+        low, high = (maths.reduction.weighted_sum(where, over) for where in fractions)
+        answer |= {"clip_low_mean": low, "clip_high_mean": high, "clip_region_mean": low + high}
+    if reference is not None:
+        token_mean = maths.reduction.token_mean(mask)
+        answer["kl_mean"] = maths.reduction.weighted_sum(kl(at, reference), token_mean)
+    return answer
+
+
+def _trl_policy_term(
+    kind: str, config: dict[str, Any], ratio: mx.array, logp: mx.array, advantage: mx.array
+) -> mx.array:
+    if kind == "cispo":
+        return maths.surrogates.capped_surrogate(ratio, logp, advantage, 0.0, config["epsilon_high"])
+    if kind == "sapo":
+        return maths.surrogates.gated_surrogate(ratio, advantage, 1.0, 1.05)
+    assert kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), f"unknown loss_type {kind}"
+    delta = config.get("delta")
+    assert delta is None or delta >= 1 + config["epsilon_high"], "below that delta is no dual clip"
+    return maths.surrogates.clipped_surrogate(ratio, advantage, config["epsilon_low"], config["epsilon_high"], delta)
+
+
+def _trl_weights(config: dict[str, Any], mask: mx.array) -> mx.array:
+    """TRL divides a micro-batch by the number of those that are accumulated."""
+    kind, micro_batches = config["loss_type"], config.get("gradient_accumulation_steps", 1)
+    if kind in ("dapo", "cispo"):
+        steps = config.get("steps_per_generation", micro_batches)
+        count = config.get("num_items_in_batch")
+        return maths.reduction.token_mean(mask, count) * steps / micro_batches
+    weights: dict[str, Callable[[], mx.array]] = {
+        "grpo": lambda: maths.reduction.sequence_mean(mask),
+        "sapo": lambda: maths.reduction.sequence_mean(mask),
+        "luspo": lambda: maths.reduction.sequence_sum(mask),
+        "bnpo": lambda: maths.reduction.token_mean(mask),
+        "dr_grpo": lambda: maths.reduction.fixed_length(mask, config["max_completion_length"]),
+    }
+    return weights[kind]() / micro_batches
+
+
+def _trl_metric_weights(config: dict[str, Any], mask: mx.array) -> mx.array:
+    """A mean over tokens, or over rows where a row has one ratio."""
+    whole_rows = config["importance_sampling_level"] == "sequence"
+    return maths.reduction.sequence_mean(mask) if whole_rows else maths.reduction.token_mean(mask)
+
+
+def loss_rloo_trl(case: Case) -> Answer:
+    config = case.settings("epsilon_low", "epsilon_high", "objective")
+    assert config["objective"] == "rloo_sequence"
+    mask, advantage = _array(case, "mask"), _array(case, "advantages")
+
+    def loss(logp: mx.array) -> mx.array:
+        # one number a row, that of an empty one included: its ratio is 1
+        rows = [maths.divergence.sequence_k1(logp, _array(case, "old_logps"), mask)[:, None], mx.zeros((len(logp), 1))]
+        ratio = maths.surrogates.importance_ratio(*rows, None)
+        per_row = maths.surrogates.clipped_surrogate(
+            ratio, advantage[:, None], config["epsilon_low"], config["epsilon_high"]
+        )
+        return maths.reduction.weighted_sum(per_row, maths.reduction.sequence_mean(mx.ones_like(per_row)))
+
+    return {"loss": loss(_array(case, "logps")), "grad_logps": _slope(loss, _array(case, "logps"))}
+
+
+def policy_loss_verl(case: Case) -> Answer:
+    config = case.settings(
+        "epsilon_low", "epsilon_high", "clip_ratio_c", "loss_agg_mode", "policy_loss", "batch_num_tokens",
+        "loss_scale_factor", "tau_pos", "tau_neg",
+    )  # fmt: skip
+    mask, advantage = _array(case, "mask"), _array(case, "advantages")
+    advantage = advantage[:, None] if advantage.ndim == 1 else advantage
+    old, at, kind = _array(case, "old_logps"), _array(case, "logps"), config["policy_loss"]
+    weights, low, high = _verl_weights(config, mask), config["epsilon_low"], config["epsilon_high"]
+
+    def ratio(logp: mx.array) -> mx.array:
+        level, clamp = ("sequence", 10.0) if kind == "gspo" else ("token", 20.0)
+        return maths.surrogates.ratio_at(level, logp, old, mask, None, clamp)
+
+    def term(logp: mx.array) -> mx.array:
+        if kind == "cispo":
+            return maths.surrogates.capped_surrogate(ratio(logp), logp, advantage, 1 - low, 1 + high)
+        if kind == "sapo":
+            taus = config.get("tau_pos", 1.0), config.get("tau_neg", 1.05)
+            return maths.surrogates.gated_surrogate(ratio(logp), advantage, *taus)
+        assert kind in ("vanilla", "gspo"), f"unknown policy_loss {kind}"
+        dual = None if kind == "gspo" else config.get("clip_ratio_c", DUAL_CLIP)
+        return maths.surrogates.clipped_surrogate(ratio(logp), advantage, low, high, dual)
+
+    def loss(logp: mx.array) -> mx.array:
+        return maths.reduction.weighted_sum(term(logp), weights)
+
+    def mean(per_token: mx.array) -> mx.array:
+        return maths.reduction.weighted_sum(per_token, maths.reduction.token_mean(mask))
+
+    return {
+        "loss": loss(at),
+        "grad_logps": _slope(loss, at),
+        **{name: mean(where) for name, where in _verl_clips(kind, config, ratio(at), advantage).items()},
+        "approx_kl_k1": mean(maths.surrogates.bounded_log_ratio(old, at, None if kind == "gspo" else 20.0)),
+    }
+
+
+def _verl_clips(kind: str, config: dict[str, Any], ratio: mx.array, advantage: mx.array) -> dict[str, mx.array]:
+    nowhere = mx.zeros_like(ratio)
+    if kind == "sapo":
+        return {"clip_fraction": nowhere, "clip_fraction_lower": nowhere}
+    low, high = config["epsilon_low"], config["epsilon_high"]
+    if kind == "cispo":
+        below, above = maths.surrogates.cap_fractions(ratio, 1 - low, 1 + high)
+    else:
+        below, above = maths.surrogates.clip_fractions(ratio, advantage, low, high)
+    dual = config.get("clip_ratio_c", DUAL_CLIP)
+    beyond = maths.surrogates.dual_clip_fraction(ratio, advantage, dual) if kind == "vanilla" else nowhere
+    return {"clip_fraction": below + above, "clip_fraction_lower": beyond}
+
+
+def ppo_value_gae_verl(case: Case) -> Answer:
+    mask, values = _array(case, "mask"), _array(case, "values")
+    if "gamma" in case.config:
+        config = case.settings("gamma", "lam", "whiten_ddof", "whiten_eps")
+        rewards = _array(case, "token_level_rewards")
+        advantage, returns = maths.values.gae(rewards, values, mask, config["gamma"], config["lam"])
+        whitened = maths.reduction.whiten(advantage, mask, config["whiten_eps"], config["whiten_ddof"])
+        return {"advantages_raw": advantage, "returns": returns, "advantages_whitened": whitened}
+    config = case.settings("cliprange_value", "loss_agg_mode", "batch_num_tokens", "loss_scale_factor")
+    returns, clip, weights = _array(case, "returns"), config["cliprange_value"], _verl_weights(config, mask)
+
+    def loss(predicted: mx.array) -> mx.array:
+        return maths.reduction.weighted_sum(maths.values.clipped_value_loss(predicted, values, returns, clip), weights)
+
+    at = _array(case, "vpreds")
+    clipped = maths.values.value_clip_fraction(at, values, returns, clip)
+    share = maths.reduction.weighted_sum(clipped, maths.reduction.token_mean(mask))
+    return {"loss": loss(at), "grad_vpreds": _slope(loss, at), "clip_fraction": share}
+
+
 def lora_peft(case: Case) -> Answer:
     """The layer the product trains is mlx-lm's; this holds it to the meaning the adapter's file has elsewhere."""
     from mlx_lm.tuner.lora import LoRALinear
@@ -230,6 +399,12 @@ ADAPTERS: dict[str, Callable[[Case], Answer]] = {
     "kl": kl,
     "logprobs_entropy": logprobs_entropy,
     "lora_peft": lora_peft,
+    "loss_policy_edge_trl": loss_policy_trl,
+    "loss_policy_sequence_trl": loss_policy_trl,
+    "loss_policy_token_trl": loss_policy_trl,
+    "loss_rloo_trl": loss_rloo_trl,
+    "policy_loss_verl": policy_loss_verl,
+    "ppo_value_gae_verl": ppo_value_gae_verl,
 }
 
 

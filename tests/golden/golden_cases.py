@@ -12,12 +12,6 @@ import numpy as np
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or Path(__file__).parent / "data")
 
 STILL_TO_COME = {
-    "loss_policy_edge_trl",
-    "loss_policy_sequence_trl",
-    "loss_policy_token_trl",
-    "loss_rloo_trl",
-    "policy_loss_verl",
-    "ppo_value_gae_verl",
     "preference_cpo_simpo_trl",
     "preference_dpo_trl",
     "preference_kto_trl",

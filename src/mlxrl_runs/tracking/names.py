@@ -4,8 +4,8 @@
 FREE = ("reward/", "eval/sampled_", "eval/greedy_", "warm_start/")
 _WRITTEN_OUT = """
     reward/mean reward/std reward/success reward/overlong group/zero_std_fraction advantage/mean advantage/std
-    advantage/min advantage/max advantage/episode_std advantage/step_std anchor/group_size_mean anchor/singleton_fraction
-    kl/reference kl/old kl/coef ratio/mean ratio/max clip/low_fraction clip/high_fraction clip/dual_fraction
+    advantage/min advantage/max advantage/episode_std advantage/step_std anchor/group_size_mean
+    anchor/singleton_fraction kl/reference kl/old kl/coef ratio/mean ratio/max clip/low_fraction clip/high_fraction clip/dual_fraction
     mismatch/mean mismatch/max mismatch/kl refill/rounds refill/sampled_groups refill/kept_groups refill/unused_tokens
     value/mean value/return_mean value/explained_variance echo/cross_entropy echo/accuracy policy/entropy loss/total
     loss/policy loss/kl loss/entropy loss/echo loss/value grad/norm grad/value_norm optimizer/learning_rate
