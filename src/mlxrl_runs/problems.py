@@ -130,7 +130,8 @@ def _line(
         text = str(detail.get("ctx", {}).get("error", detail["msg"]))
         allowed = describe(schema, names)
         if not allowed:
-            return f"{key}: {text}"
+            about = text.partition(":")[0]  # a rule between keys begins with the one it is about
+            return f"{key}.{text}" if about in schema.model_fields else f"{key}: {text}"
         return f"{key}: got {shown(_at(given, names))}; {text}. {default_advice(key, given.get('name'))}"
     allowed = describe(schema, names) or detail["msg"]
     return f"{key}: got {shown(_at(given, names))}; allowed: {allowed}. {default_advice(key, given.get('name'))}"

@@ -1,13 +1,12 @@
 """CISPO (MiniMax 2025, arXiv:2506.13585): the ratio is capped, and every token keeps its gradient."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from mlxrl_runs import maths
 from mlxrl_runs.core import registry
 from mlxrl_runs.core.policy_gradient import PolicyGradient
-from mlxrl_runs.core.settings import Float, Share
+from mlxrl_runs.core.settings import Positive, Share
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -24,16 +23,15 @@ class Cispo(PolicyGradient):
 
     name: Literal["cispo"]
     ratio_floor: Share
-    ratio_cap: Annotated[Float, Field(gt=0)]
+    ratio_cap: Positive
 
-    @model_validator(mode="after")
-    def _cap_is_no_width(self) -> "Cispo":
-        if self.ratio_cap <= 1:
-            raise ValueError(
-                f"ratio_cap: got {self.ratio_cap:g}; it bounds the ratio itself and must be above 1. "
-                f"For an upper clip of {self.ratio_cap:g} write ratio_cap={1 + self.ratio_cap:g}"
-            )
-        return self
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        yield (
+            self.ratio_cap <= 1,
+            f"ratio_cap: got {self.ratio_cap:g}; it bounds the ratio itself and must be above 1. For what others call "
+            f"an upper clip of {self.ratio_cap:g}, try algorithm.ratio_cap={1 + self.ratio_cap:g}.",
+        )
 
     def advantage(self, batch: "Batch") -> "mx.array":
         return self.group_relative(batch)

@@ -1,8 +1,7 @@
 """The policy term of the clipped algorithms: PPO's surrogate, with its dual clip where that is asked for."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from pydantic import model_validator
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.policy_gradient import PolicyGradient
@@ -26,11 +25,13 @@ class ClippedObjective(PolicyGradient):
     clip_high: NonNegative
     dual_clip: Positive | None
 
-    @model_validator(mode="after")
-    def _dual_clip_lies_outside(self) -> "ClippedObjective":
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip: got {self.dual_clip:g}; must be above 1 + clip_high={1 + self.clip_high:g}")
-        return self
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        yield (
+            self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high,
+            f"dual_clip: got {self.dual_clip}; must be above 1 + clip_high={1 + self.clip_high:g}. "
+            "Try algorithm.dual_clip=3.",
+        )
 
     def policy_term(self, ratio: "mx.array", logp: "mx.array", advantage: "mx.array") -> "mx.array":
         return maths.surrogates.clipped_surrogate(ratio, advantage, self.clip_low, self.clip_high, self.dual_clip)

@@ -5,6 +5,7 @@ a token's loss (`policy_term`). `core/clipped.py` answers the second for most; a
 The values of the keys stand in conf/parts/policy_gradient.yaml.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
@@ -85,26 +86,40 @@ class PolicyGradient(Settings):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "PolicyGradient":
-        if (self.echo_schedule == "linear") != (self.echo_taper_steps is not None):
-            raise ValueError("echo_taper_steps goes with echo_schedule=linear: give both or neither")
-        if self.advantage_scaling not in self.scalings:
-            allowed = " or ".join(self.scalings)
-            raise ValueError(f"advantage_scaling: got {self.advantage_scaling}; allowed here: {allowed}")
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target needs a kl_coef to start from, such as kl_coef=0.05")
-        if self.kl_stop is not None and self.updates_per_batch == 1:
-            raise ValueError(
-                "kl_stop acts from the second time on that a batch is gone through: raise updates_per_batch"
-            )
-        self._kl_acts()
+        for is_wrong, problem in self._rules():
+            if is_wrong:
+                raise ValueError(problem)
         return self
 
-    def _kl_acts(self) -> None:
-        if self.kl_in == "reward" and self.kl_gradient != "plain":
-            raise ValueError("kl_in=reward has no gradient of its own: leave kl_gradient=plain")
-        slopeless = self.kl_estimator == "k1" and self.kl_gradient == "plain"
-        if self.kl_coef > 0 and self.kl_in == "loss" and slopeless:
-            raise ValueError("kl_estimator=k1 pulls to no reference in a loss: take k3, kl_gradient=k2 or kl_in=reward")
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """What must agree between keys, each of them valid by itself."""
+        yield (
+            self.advantage_scaling not in self.scalings,
+            f"advantage_scaling: got {self.advantage_scaling}; allowed here: {' or '.join(self.scalings)}",
+        )
+        yield (
+            (self.echo_schedule == "linear") != (self.echo_taper_steps is not None),
+            f"echo_taper_steps: got {self.echo_taper_steps}; goes with echo_schedule=linear: give both or neither",
+        )
+        yield (
+            self.kl_target is not None and self.kl_coef == 0,
+            f"kl_target: got {self.kl_target}; it needs a kl_coef to start from. Try algorithm.kl_coef=0.05.",
+        )
+        yield (
+            self.kl_stop is not None and self.updates_per_batch == 1,
+            f"kl_stop: got {self.kl_stop}; acts from the second time on that a batch is gone through. "
+            "Try algorithm.updates_per_batch=2.",
+        )
+        yield (
+            self.kl_in == "reward" and self.kl_gradient != "plain",
+            f"kl_gradient: got {self.kl_gradient}; with kl_in=reward no gradient goes through the KL. "
+            "Try algorithm.kl_gradient=plain.",
+        )
+        yield (
+            self.kl_coef > 0 and (self.kl_in, self.kl_estimator, self.kl_gradient) == ("loss", "k1", "plain"),
+            "kl_estimator: got k1; its own slope is the same everywhere and pulls to no reference. "
+            "Try algorithm.kl_estimator=k3, algorithm.kl_gradient=k2 or algorithm.kl_in=reward.",
+        )
 
     # ---- what an algorithm answers
 
