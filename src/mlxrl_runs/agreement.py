@@ -69,6 +69,16 @@ def _minibatches_have_groups(algorithm: Any, tasks_per_step: int) -> list[str]:
     ]
 
 
+def _environment_answers(algorithm: Any, env: Any) -> list[str]:
+    coefficient = getattr(algorithm, "echo_coef", 0)
+    if coefficient == 0 or getattr(env, "max_turns", None) != 1:
+        return []
+    return [
+        f"algorithm.echo_coef: got {coefficient:g}; it trains on what the environment answers to an action, and "
+        f"env={env.name} has one turn. Try algorithm.echo_coef=0, or env=recurring."
+    ]
+
+
 def _reward_labels_are_free(reward: Mapping[str, Any]) -> list[str]:
     """A part is logged as reward/<label>, and in evaluations beside the whole reward."""
     taken = [*WHOLE, *(["reward"] if len(reward) > 1 else [])]
@@ -274,6 +284,7 @@ def _layers(model: ModelSettings) -> int | None:
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
     (("algorithm", "tasks_per_step"), _minibatches_have_groups),
+    (("algorithm", "env"), _environment_answers),
     (("reward",), _reward_labels_are_free),
     (("job", "reward"), _something_is_paid),
     (("reward", "env"), _rewards_have_an_answer),

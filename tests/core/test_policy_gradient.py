@@ -38,6 +38,7 @@ def two_turns():
         (["algorithm.dual_clip=1.1"], "algorithm.dual_clip: got 1.1; must be above 1 . clip_high=1.2"),
         (["algorithm.minibatches=13"], "algorithm.minibatches: got 13; the 12 groups of a step stay whole"),
         (["algorithm=cispo", "algorithm.ratio_cap=0.28"], "ratio_cap: got 0.28; .*try algorithm.ratio_cap=1.28"),
+        (["algorithm.echo_coef=0.1", "env=arithmetic"], "algorithm.echo_coef: got 0.1; .* env=arithmetic has one turn"),
         (["algorithm=rloo", "group_size=1"], "group_size: got 1; algorithm=rloo compares"),
         (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "group_size=1"], "group_size: got 1"),
     ],

@@ -3,9 +3,9 @@ from mlxrl_runs.rollout.on_policy import OnPolicy
 from mlxrl_runs.rollout.sampling import Sampling
 
 
-def experience(seed=0, tasks_per_step=5, **changes):
-    family = settings("env", "arithmetic", **changes)
-    return OnPolicy(engine_of(tiny()), family, Sampling(), seed=seed, tasks_per_step=tasks_per_step, group_size=3)
+def experience(seed=0, tasks_per_step=5, refills=None, **changes):
+    family, bounds = settings("env", "arithmetic", **changes), {"tasks_per_step": tasks_per_step, "group_size": 3}
+    return OnPolicy(engine_of(tiny()), family, Sampling(), seed=seed, **bounds, refills=refills)
 
 
 def test_a_step_has_distinct_tasks_with_all_members_of_each():
@@ -28,3 +28,41 @@ def test_a_task_set_smaller_than_a_step_repeats_tasks_with_draws_of_their_own():
     repeated = [group for group in groups if [other.task for other in groups].count(group.task) > 1]
     texts = {str([row.tokens for row in group.trajectories]) for group in repeated}
     assert len(texts) == len(repeated)
+
+
+class Picky:
+    """Wants groups as a list of answers says, one for each group it is first asked about."""
+
+    def __init__(self, answers, max_refills):
+        self.answers, self.max_refills, self.known = iter(answers), max_refills, {}
+
+    def wants(self, group):
+        if id(group) not in self.known:
+            self.known[id(group)] = (group, next(self.answers))
+        return self.known[id(group)][1]
+
+
+def test_a_batch_is_refilled_until_it_is_full_and_the_cost_is_told():
+    # 1 of 4 is wanted, so for 3 more a whole batch of 4 is sampled; then 3 of 8 are, so for 1 more 8 / 3, rounded up
+    picky = Picky([True, False, False, False, False, True, False, True, False, False, True], max_refills=8)
+    sampled = experience(tasks_per_step=4, refills=picky).sample(1)
+    assert len(sampled.kept) == 4 and all(map(picky.wants, sampled.kept))
+    assert (sampled.refills, len(sampled.groups)) == (2, 11)
+    unused = sum(row.action_count for g in sampled.groups if g not in sampled.kept for row in g.trajectories)
+    assert sampled.unused_tokens == unused > 0
+    assert sampled.sampled_tokens == unused + sum(row.action_count for g in sampled.kept for row in g.trajectories)
+
+
+def test_rounds_of_sampling_come_to_an_end_and_draw_afresh():
+    sampled = experience(tasks_per_step=4, refills=Picky([False] * 12, max_refills=2)).sample(1)
+    assert sampled.kept == [] and sampled.refills == 2
+    tasks = [group.task for group in sampled.groups]
+    assert len(set(tasks)) > 4  # a round that asked the same again would learn nothing
+
+
+def test_a_nearly_full_batch_asks_for_as_much_as_it_is_likely_to_need():
+    # 3 of 4 were wanted: for one more, two are sampled (4 / 3, rounded up)
+    sampled = experience(tasks_per_step=4, refills=Picky([True, True, True, False, True, True], max_refills=1)).sample(
+        1
+    )
+    assert len(sampled.groups) == 6 and len(sampled.kept) == 4

@@ -179,3 +179,80 @@ def test_h03_the_kl_term_pulls_the_policy_back_to_its_reference():
     for _ in range(10):
         seen.append(updater.update(algorithm, batch).losses["kl"])
     assert seen[0] > 0 and seen[-1] < 0.5 * seen[0]
+
+
+def test_minibatches_deal_whole_groups_and_every_row_once_a_visit():
+    algorithm = settings("algorithm", "grpo", minibatches=3, updates_per_batch=2)
+    policy = tiny()
+    batch = algorithm.credit(scored(policy, rolled_out(policy, tasks=5), algorithm))
+    updater = updater_of(policy)
+    for visit in (0, 1):
+        dealt = list(updater._deal(algorithm, batch, visit))
+        assert sorted(row for rows in dealt for row in rows) == list(range(batch.rows))
+        groups = [{batch.group_index[row] for row in rows} for rows in dealt]
+        assert len(groups) == 3 and sum(map(len, groups)) == 5  # no group in two of them
+    report = updater.update(algorithm, batch)
+    assert updater.updates == 6
+    # rows come back in the batch's order: those of the first minibatch were met by the policy that was scored
+    first = next(iter(updater._deal(algorithm, batch, 0)))
+    apart = mx.abs(report.outputs.logp - batch.old_logp).max(axis=1)
+    assert max(apart[row].item() for row in first) < 1e-5 < apart.max().item()
+
+
+def test_a_minibatch_is_weighed_by_itself():
+    algorithm = settings("algorithm", "grpo", minibatches=2)
+    batch = algorithm.credit(one_turn_batch([[1.0, 0.0]] * 4))
+    half = algorithm.weigh(batch.select_rows([0, 1, 4, 5]))
+    assert batch.weights.sum().item() == pytest.approx(1) and half.weights.sum().item() == pytest.approx(1)
+    assert (
+        half.group_index == (0, 0, 2, 2) and half.advantage.tolist() == batch.advantage[mx.array([0, 1, 4, 5])].tolist()
+    )
+
+
+def test_a_policy_that_has_moved_too_far_gets_no_more_steps_on_a_batch():
+    for limit, updates in ((1e-9, 1), (1e9, 3)):
+        algorithm = settings("algorithm", "grpo", updates_per_batch=3, kl_stop=limit)
+        policy = tiny()
+        batch = algorithm.credit(scored(policy, rolled_out(policy), algorithm))
+        updater = updater_of(policy)
+        report = updater.update(algorithm, batch)
+        assert (updater.updates, report.stopped_early) == (updates, updates < 3)
+
+
+def test_a_value_head_learns_at_its_own_rate_and_is_bounded_apart():
+    algorithm = settings("algorithm", "ppo", updates_per_batch=1)
+    policy = tiny_for(algorithm)
+    batch = algorithm.credit(scored(policy, rolled_out(policy), algorithm))
+    before = weights_of(policy)
+    updater = updater_of(policy, learning_rate=0.0, value_learning_rate=LearningRate(0.01, "constant", 0, 10, 0.1))
+    report = updater.update(algorithm, batch)
+    assert gap(before, weights_of(policy)) == 0
+    assert mx.abs(policy.value_head.weight).max().item() == pytest.approx(0.01, rel=1e-3)
+    assert set(report.grad_norms) == {"policy", "value"} and report.grad_norms["value"] > 0
+
+
+def test_the_value_loss_reaches_the_model_only_by_the_share_it_is_given():
+    shares = {}
+    for share in (0.0, 0.5, 1.0):
+        algorithm = settings("algorithm", "ppo", value_gradient=share)
+        policy = tiny_for(algorithm)
+        policy.value_head.weight = mx.ones(policy.value_head.weight.shape)
+        batch = algorithm.credit(scored(policy, rolled_out(policy), algorithm))
+        batch = batch.with_(advantage=mx.zeros(batch.tokens.shape))  # what is left is the value loss
+        _, gradient = updater_of(policy)._gradient(algorithm, batch)
+        shares[share] = math.sqrt(sum(array.square().sum().item() for _, array in tree_flatten(gradient["policy"])))
+    assert shares[0.0] == 0 and shares[1.0] > 1e-4
+    assert shares[0.5] == pytest.approx(0.5 * shares[1.0], rel=1e-3)
+
+
+def test_values_are_read_where_they_belong_and_behind_the_last_token_too():
+    policy = tiny()
+    policy.add_value_head()
+    policy.value_head.weight = mx.random.normal(policy.value_head.weight.shape, key=mx.random.key(1))
+    batch = score(policy, rolled_out(policy), 1.0, old=False, reference=False, values=True, rows=5)
+    hidden = policy.value_head(policy.model.model(batch.tokens)).squeeze(-1)
+    before = mx.pad(hidden[:, :-1], [(0, 0), (1, 0)])  # what stands before a token judges it
+    apart = mx.where(batch.action_mask, mx.abs(before - batch.values), 0.0)
+    assert apart.max().item() < 1e-4
+    ends = mx.take_along_axis(hidden, batch.lengths[:, None] - 1, axis=1).squeeze(-1)
+    assert mx.abs(ends - batch.final_values).max().item() < 1e-4

@@ -315,6 +315,8 @@ class Trainer:
                     values=needs.values,
                     rows=self.micro_batch_rows,
                 )
+        if step == 1 and needs.observations and not batch.observation_mask.any().item():
+            self._warn("algorithm.echo_coef: the environment answered no action, so there is nothing to train on.")
         batch = self.algorithm.credit(batch)
         assert batch.advantage is not None
         metrics = advantage_metrics(batch)
