@@ -30,7 +30,8 @@ def overrides(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     return [
         "algorithm=dapo", "env=python", f"env.file={tmp_path / 'mine.py'}", "steps=2", "tasks_per_step=8",
-        "trainer.evaluation_episodes=8", "rollout.max_completion_tokens=8", "tracking=jsonl", f"paths.output={tmp_path / 'out'}",
+        "trainer.evaluation_episodes=8", "rollout.max_completion_tokens=8", "tracking=jsonl",
+        f"paths.output={tmp_path / 'out'}",
     ]  # fmt: skip
 
 
