@@ -250,7 +250,7 @@ def test_values_are_read_where_they_belong_and_behind_the_last_token_too():
     policy.add_value_head()
     policy.value_head.weight = mx.random.normal(policy.value_head.weight.shape, key=mx.random.key(1))
     batch = score(policy, rolled_out(policy), 1.0, old=False, reference=False, values=True, rows=5)
-    hidden = policy.value_head(policy.model.model(batch.tokens)).squeeze(-1)
+    hidden = policy.value_head(policy.model.model(batch.tokens))
     before = mx.pad(hidden[:, :-1], [(0, 0), (1, 0)])  # what stands before a token judges it
     apart = mx.where(batch.action_mask, mx.abs(before - batch.values), 0.0)
     assert apart.max().item() < 1e-4

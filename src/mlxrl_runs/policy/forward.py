@@ -34,7 +34,7 @@ def token_outputs(
         temperature: the logits are divided by it, for policy, old and reference alike.
         observations: also of what the environment answered; nobody sampled that, and its temperature is 1.
         entropy_gradient: the entropy carries a gradient.
-        value_head: hidden (N, H) -> (N, 1); only for SPLITTABLE models.
+        value_head: hidden (N, H) -> (N,); only for SPLITTABLE models.
         value_gradient: share of the gradient of `values` that goes on into the model.
         with_ends: also the value behind each row's last token.
     """
@@ -48,7 +48,7 @@ def token_outputs(
         hidden = _hidden_before(model, batch, *behind, whole=with_ends)
         found = head_statistics(model, hidden[: len(rows)], labels, heat, entropy_gradient)
         if value_head is not None:
-            judged = value_head(_scaled_gradient(hidden.astype(mx.float32), value_gradient)).squeeze(-1)
+            judged = value_head(_scaled_gradient(hidden, value_gradient))
             values, final_values = spread(judged[: len(rows)]), judged[len(rows) :] if with_ends else None
     else:
         logits = model(batch.tokens[:, :-1])[rows, columns - 1]

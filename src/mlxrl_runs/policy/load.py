@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.utils import load_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -22,8 +22,7 @@ from mlxrl_runs.policy.precision import is_quantised, with_precision
 from mlxrl_runs.policy.shapes import SHAPES
 from mlxrl_runs.policy.smollm2 import converted
 from mlxrl_runs.policy.source import SMOLLM2_SHA256, TINY, Located, cache_folder, locate
-
-VALUE_HEAD = "value_head.safetensors"
+from mlxrl_runs.policy.value_head import VALUE_HEAD_FILE, ValueHead
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Policy:
         reference_is: "start", the policy as it was at the last `fix_reference`; "base", the adapter switched off.
         keeps_reference: false under full training that compares with nothing, which saves a copy of the weights.
         is_as_stored: the base has the numbers that its files have; an adapter on others is another policy.
-        value_head: (..., hidden size) -> (..., 1), the reward still expected; None unless one was added.
+        value_head: None unless one was added.
     """
 
     model: nn.Module
@@ -51,7 +50,7 @@ class Policy:
     reference_is: str = "start"
     keeps_reference: bool = True
     is_as_stored: bool = True
-    value_head: nn.Module | None = None
+    value_head: ValueHead | None = None
     _starting: dict[str, mx.array] | None = field(default=None, repr=False)  # None: the base is the reference
 
     def fix_reference(self) -> str:
@@ -86,7 +85,7 @@ class Policy:
             raise RuntimeError("no reference was kept: full training without keep_reference")
 
     def add_value_head(self) -> None:
-        """A linear head on the hidden states behind the last norm. It starts at 0 everywhere.
+        """A head on the hidden states behind the last norm.
 
         Raises: ConfigError when the model's class does not show its hidden states.
         """
@@ -96,8 +95,7 @@ class Policy:
                 f"algorithm: got one with a value head, which reads hidden states of {shown} models and not of "
                 f"{self.config.get('model_type')}. Try algorithm=gigpo or another without a value head."
             )
-        self.value_head = nn.Linear(self.hidden_size, 1)
-        self.value_head.update(tree_map(mx.zeros_like, self.value_head.parameters()))
+        self.value_head = ValueHead(self.hidden_size)
 
     @property
     def hidden_size(self) -> int:
@@ -112,7 +110,7 @@ class Policy:
         """What `mlx_lm.load` opens: the adapter alone, or the whole model after full training."""
         if self.value_head is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            mx.save_safetensors(str(folder / VALUE_HEAD), dict(tree_flatten(self.value_head.parameters())))
+            mx.save_safetensors(str(folder / VALUE_HEAD_FILE), dict(tree_flatten(self.value_head.parameters())))
         if self.adapter_config is not None:
             save_adapter(self.model, self.adapter_config, folder)
             return
@@ -147,8 +145,8 @@ class Policy:
                 f"{_shape_in(saved, name)} there. See the config.yaml of its run"
             )
         self.model.load_weights(list(saved.items()), strict=False)
-        if self.value_head is not None and (folder / VALUE_HEAD).is_file():
-            self.value_head.load_weights(str(folder / VALUE_HEAD))
+        if self.value_head is not None and (folder / VALUE_HEAD_FILE).is_file():
+            self.value_head.load_weights(str(folder / VALUE_HEAD_FILE))
 
     def _check_adapter(self, folder: Path, key: str) -> None:
         """The same weights under another scale, or on other layers, would be another policy."""
