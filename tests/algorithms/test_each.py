@@ -152,11 +152,15 @@ def test_ppo_pays_what_came_beyond_what_was_expected():
 
 
 def test_ppo_counts_on_what_an_unfinished_episode_is_worth():
-    cut = replace(trajectory(turn([7, 8], 0.5)), end=EndReason.MAX_TURNS)
-    base = judged(collate([Group("t", (cut,))]), 0.0, [2.0])
-    for asked, expected in ((True, 2.5), (False, 0.5)):
-        algorithm = settings("algorithm", "ppo", gae_lambda=1.0, advantage_scaling="none", bootstrap_truncated=asked)
-        assert algorithm.credit(base).returns[0, 2].item() == pytest.approx(expected)
+    played, earned = trajectory(turn([7, 8], 0.5)), {}
+    for asked in ("tokens", "limits", "none"):
+        algorithm = settings("algorithm", "ppo", gae_lambda=1.0, advantage_scaling="none", bootstrap=asked)
+        for end in EndReason:
+            base = judged(collate([Group("t", (replace(played, end=end),))]), 0.0, [2.0])
+            earned[asked, end.value] = algorithm.credit(base).returns[0, 2].item()
+    open_ends = {key for key, value in earned.items() if value == pytest.approx(2.5)}
+    assert open_ends == {("tokens", "max_tokens"), ("limits", "max_tokens"), ("limits", "max_turns")}
+    assert all(value == pytest.approx(0.5) for key, value in earned.items() if key not in open_ends)
 
 
 def test_ppo_holds_a_value_that_ran_away_from_where_it_was():

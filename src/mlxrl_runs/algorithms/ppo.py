@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from mlxrl_runs.core.batch import Batch
     from mlxrl_runs.core.outputs import TokenOutputs
 
+OPEN = {
+    "tokens": (EndReason.MAX_TOKENS,),
+    "limits": (EndReason.MAX_TOKENS, EndReason.MAX_TURNS),
+    "none": (),
+}  # ends that are no end of the task, by `bootstrap`
+
 
 @registry.algorithm("ppo")
 class Ppo(ClippedObjective):
@@ -23,7 +29,9 @@ class Ppo(ClippedObjective):
 
     Attributes:
         gamma, gae_lambda: discount and decay per action token.
-        bootstrap_truncated: an episode that the environment did not end is worth its last value beyond that.
+        bootstrap: episodes that are worth their last value beyond their end: those cut by the token limit, those cut
+            by any limit, or none. A turn limit is mostly a part of the task: to count on what would come after it pays
+            for using it up.
         value_clip: how far a value may move from where it was before the batch, in the reward's unit; None: any.
         value_gradient: share of the value loss's gradient that reaches the model; 0 trains the head alone.
         value_learning_rate: of the head.
@@ -35,7 +43,7 @@ class Ppo(ClippedObjective):
     name: Literal["ppo"]
     gamma: UnitInterval
     gae_lambda: UnitInterval
-    bootstrap_truncated: bool
+    bootstrap: Literal["tokens", "limits", "none"]
     value_clip: Positive | None
     value_gradient: NonNegative
     value_learning_rate: NonNegative
@@ -58,10 +66,10 @@ class Ppo(ClippedObjective):
         """(B, T): what the values are trained towards; they and the estimated advantages add up to it."""
         if batch.values is None or batch.final_values is None:
             raise ValueError("the batch has no values: the value head comes before credit")
-        is_open = [self.bootstrap_truncated and row.end is not EndReason.ENV_DONE for row in batch.trajectories]
-        bootstrap = maths.reduction.masked(batch.final_values, maths.scalars.switches(is_open))
+        is_open = maths.scalars.switches([row.end in OPEN[self.bootstrap] for row in batch.trajectories])
+        beyond = maths.reduction.masked(batch.final_values, is_open)
         _, returns = maths.values.gae(
-            self.token_rewards(batch), batch.values, batch.action_mask, self.gamma, self.gae_lambda, bootstrap
+            self.token_rewards(batch), batch.values, batch.action_mask, self.gamma, self.gae_lambda, beyond
         )
         return returns
 
