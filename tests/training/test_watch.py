@@ -8,7 +8,7 @@ from mlxrl_runs import compose
 from mlxrl_runs.problems import walk
 from mlxrl_runs.training.watch import WINDOW, Watch
 
-GIGPO = dict(walk(compose([]).plain()))
+GIGPO = dict(walk(compose([]).plain())) | {"algorithm.max_refills": 8}  # the last is dapo's
 GOOD = {
     "reward/mean": 0.1, "reward/std": 0.3, "reward/success": 0.1, "group/zero_std_fraction": 0.25,
     "completion/truncated_fraction": 0.1, "advantage/std": 1.6, "grad/norm": 0.4, "policy/entropy": 0.6,
@@ -19,6 +19,7 @@ CUT = {"completion/truncated_fraction": 1.0}
 INERT = {"grad/norm": 0.0}
 SURE = {"policy/entropy": 0.001}
 LONELY = {"anchor/singleton_fraction": 0.95}
+SHORT = {"refill/kept_groups": 5}
 
 
 def told(*steps, **keys):
@@ -34,8 +35,9 @@ def told(*steps, **keys):
         (CUT, "every action was cut at rollout.max_completion_tokens=8", "rollout.max_completion_tokens=16"),
         (INERT, "the gradient was exactly 0", "adapter.targets=all"),
         (LONELY, "95% of the turns", "algorithm.omega=0"),
+        (SHORT, "algorithm.max_refills=8 rounds of sampling did not fill the batch", "tasks_per_step=5"),
     ],
-    ids=["equal", "cut", "inert", "lonely"],
+    ids=["equal", "cut", "inert", "lonely", "short"],
 )
 def test_a_trouble_is_told_once_when_it_has_lasted_and_again_only_after_it_was_gone(trouble, says, does):
     troubled, fine = [trouble] * WINDOW, [{}] * WINDOW
@@ -51,6 +53,11 @@ def test_a_policy_that_is_always_right_is_not_told_that_its_groups_agree():
     assert told(*[EQUAL | {"reward/success": 1.0}] * 20) == []
     [(_, text)] = told(*[EQUAL | {"reward/success": 0.9}] * 20)
     assert "harder tasks" in text and "warm_start" not in text
+
+
+def test_a_full_batch_and_one_that_is_short_for_being_solved_are_no_trouble():
+    assert told(*[SHORT | {"reward/success": 0.95}] * 9) == []
+    assert told(*[{"refill/kept_groups": 12}] * 9) == []
 
 
 def test_rewards_that_became_equal_in_training_are_put_down_to_training():

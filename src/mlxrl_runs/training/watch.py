@@ -62,6 +62,7 @@ class Watch:
             Sign(_is_inert, self._on_no_gradient),
             Sign(self._is_certain_for_nothing, self._on_collapsed_entropy),
             Sign(self._is_lonely, self._on_lonely_states),
+            Sign(self._stays_short, self._on_short_batches),
         )
 
     def after_step(self, metrics: Metrics) -> list[str]:
@@ -149,6 +150,20 @@ class Watch:
             "their task was in: the step part of the advantage teaches hardly anything. Let state_id() of the "
             "environment leave out what does not matter for the decision"
             f"{''.join(way for key, way in ways.items() if key in self._keys)}."
+        )
+
+    def _stays_short(self, metrics: Metrics) -> bool:
+        """Not where nearly all are right: groups that disagree are few then."""
+        return _of(metrics, "refill/kept_groups") < self._keys["tasks_per_step"] and not (
+            _of(metrics, "reward/success") > GOOD
+        )
+
+    def _on_short_batches(self, metrics: Metrics) -> str:
+        kept, asked = int(_of(metrics, "refill/kept_groups")), self._keys["tasks_per_step"]
+        return (
+            f"In each of the last {self._window} steps algorithm.max_refills={self._keys['algorithm.max_refills']} "
+            f"rounds of sampling did not fill the batch with groups that disagree: {kept} of {asked} at this one. Try "
+            f"group_size={2 * self._keys['group_size']}, other tasks, or tasks_per_step={max(kept, 1)}."
         )
 
     def _gain(self) -> float:
