@@ -70,9 +70,10 @@ def test_at_the_old_value_the_gradient_flows_whatever_the_clip(clip):
     assert value_loss_at(1.0, clip) == (2.0, -2.0)
 
 
-def test_old_values_and_returns_are_constants():
+@pytest.mark.parametrize("value", [2.0, 0.0])  # beyond the clip, and where the plain error counts
+def test_old_values_and_returns_are_constants(value):
     old_values, returns = mx.array([[1.0]]), mx.array([[3.0]])
-    slopes = mx.grad(lambda *arrays: clipped_value_loss(mx.array([[2.0]]), *arrays, 0.5).sum(), argnums=(0, 1))
+    slopes = mx.grad(lambda *arrays: clipped_value_loss(mx.array([[value]]), *arrays, 0.5).sum(), argnums=(0, 1))
     assert [slope.item() for slope in slopes(old_values, returns)] == [0.0, 0.0]
 
 
