@@ -199,7 +199,7 @@ def loss_policy_trl(case: Case) -> Answer:
     config = case.settings(
         "importance_sampling_level", "beta", "epsilon_low", "epsilon_high", "delta", "loss_type",
         "use_bias_correction_kl", "max_completion_length", "gradient_accumulation_steps", "steps_per_generation",
-        "num_items_in_batch",
+        "num_items_in_batch", "sapo_temperature_pos", "sapo_temperature_neg",
     )  # fmt: skip
     mask = _array(case, "mask") * (_array(case, "tool_mask") if "tool_mask" in case.inputs else 1)
     advantage = _array(case, "advantages")[:, None]
@@ -244,7 +244,8 @@ def _trl_policy_term(
     if kind == "cispo":
         return maths.surrogates.capped_surrogate(ratio, logp, advantage, 0.0, config["epsilon_high"])
     if kind == "sapo":
-        return maths.surrogates.gated_surrogate(ratio, advantage, 1.0, 1.05)
+        temperatures = config.get("sapo_temperature_pos", 1.0), config.get("sapo_temperature_neg", 1.05)
+        return maths.surrogates.gated_surrogate(ratio, advantage, *temperatures)
     assert kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), f"unknown loss_type {kind}"
     delta = config.get("delta")
     assert delta is None or delta >= 1 + config["epsilon_high"], "below that delta is no dual clip"
@@ -277,18 +278,20 @@ def _trl_metric_weights(config: dict[str, Any], mask: mx.array) -> mx.array:
 def loss_rloo_trl(case: Case) -> Answer:
     config = case.settings("epsilon_low", "epsilon_high", "objective")
     assert config["objective"] == "rloo_sequence"
-    mask, advantage = _array(case, "mask"), _array(case, "advantages")
+    # TRL counts rows, an empty one too; ours weigh tokens. So each row gets one more, of log-ratio 0, and counts there.
+    mask, old = _one_more_token(_array(case, "mask"), 1.0), _one_more_token(_array(case, "old_logps"), 0.0)
+    advantage, low, high = _array(case, "advantages")[:, None], config["epsilon_low"], config["epsilon_high"]
 
     def loss(logp: mx.array) -> mx.array:
-        # one number a row, that of an empty one included: its ratio is 1
-        rows = [maths.divergence.sequence_k1(logp, _array(case, "old_logps"), mask)[:, None], mx.zeros((len(logp), 1))]
-        ratio = maths.surrogates.importance_ratio(*rows, None)
-        per_row = maths.surrogates.clipped_surrogate(
-            ratio, advantage[:, None], config["epsilon_low"], config["epsilon_high"]
-        )
-        return maths.reduction.weighted_sum(per_row, maths.reduction.sequence_mean(mx.ones_like(per_row)))
+        ratio = maths.surrogates.ratio_at("sequence_product", _one_more_token(logp, 0.0), old, mask, None, None)
+        per_row = maths.surrogates.clipped_surrogate(ratio[:, -1:], advantage, low, high)
+        return maths.reduction.weighted_sum(per_row, maths.reduction.sequence_mean(mask[:, -1:]))
 
     return {"loss": loss(_array(case, "logps")), "grad_logps": _slope(loss, _array(case, "logps"))}
+
+
+def _one_more_token(values: mx.array, value: float) -> mx.array:
+    return mx.concatenate([values, mx.full((values.shape[0], 1), value)], axis=1)
 
 
 def policy_loss_verl(case: Case) -> Answer:
@@ -299,7 +302,11 @@ def policy_loss_verl(case: Case) -> Answer:
     mask, advantage = _array(case, "mask"), _array(case, "advantages")
     advantage = advantage[:, None] if advantage.ndim == 1 else advantage
     old, at, kind = _array(case, "old_logps"), _array(case, "logps"), config["policy_loss"]
-    weights, low, high = _verl_weights(config, mask), config["epsilon_low"], config["epsilon_high"]
+    low, high = config["epsilon_low"], config["epsilon_high"]
+    # verl gives GSPO's row ratio a slope by each token's own log-probability: the same where a row has one advantage
+    assert kind != "gspo" or advantage.shape[1] == 1
+    # verl's sapo averages by rows, whatever the mode
+    weights = _verl_weights(config | ({"loss_agg_mode": "seq-mean-token-mean"} if kind == "sapo" else {}), mask)
 
     def ratio(logp: mx.array) -> mx.array:
         level, clamp = ("sequence", 10.0) if kind == "gspo" else ("token", 20.0)

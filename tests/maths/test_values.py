@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlxrl_runs.maths.returns import token_returns
-from mlxrl_runs.maths.values import clipped_value_loss, gae, value_clip_fraction
+from mlxrl_runs.maths.values import clipped_value_loss, explained_variance, gae, value_clip_fraction
 
 # Actions in columns 0, 1 and 3; column 2 is the environment's and holds what must not be read.
 MASK = mx.array([[1, 1, 0, 1]])
@@ -70,9 +70,10 @@ def test_at_the_old_value_the_gradient_flows_whatever_the_clip(clip):
     assert value_loss_at(1.0, clip) == (2.0, -2.0)
 
 
-def test_old_values_and_returns_are_constants():
+@pytest.mark.parametrize("value", [2.0, 0.0])  # beyond the clip, and where the plain error counts
+def test_old_values_and_returns_are_constants(value):
     old_values, returns = mx.array([[1.0]]), mx.array([[3.0]])
-    slopes = mx.grad(lambda *arrays: clipped_value_loss(mx.array([[2.0]]), *arrays, 0.5).sum(), argnums=(0, 1))
+    slopes = mx.grad(lambda *arrays: clipped_value_loss(mx.array([[value]]), *arrays, 0.5).sum(), argnums=(0, 1))
     assert [slope.item() for slope in slopes(old_values, returns)] == [0.0, 0.0]
 
 
@@ -80,3 +81,17 @@ def test_the_value_clip_fraction_marks_the_tokens_that_the_clip_silences():
     values, old, returns = mx.array([[2.0, 0.0, 1.2]]), mx.full((1, 3), 1.0), mx.full((1, 3), 3.0)
     assert value_clip_fraction(values, old, returns, 0.5).tolist() == [[1, 0, 0]]
     assert value_clip_fraction(values, old, returns, None).tolist() == [[0, 0, 0]]
+
+
+def test_the_explained_variance_counts_what_the_values_leave_over():
+    # returns 1, 3, 5 on the mask: squares about their mean 3 add up to 8. Values off by 0, 2, 0: 1 - 4 / 8
+    returns, mask = mx.array([[1.0, math.nan, 3.0, 5.0]]), mx.array([[1, 0, 1, 1]])
+    explained = lambda values: explained_variance(mx.array([values]), returns, mask)
+    assert explained([1.0, 9.0, 5.0, 5.0]) == pytest.approx(0.5)
+    assert explained([1.0, 9.0, 3.0, 5.0]) == 1.0
+    assert explained([3.0, 9.0, 3.0, 3.0]) == 0.0
+    assert explained([5.0, 9.0, 3.0, 1.0]) == pytest.approx(-3.0)  # 1 - (16 + 16) / 8
+
+
+def test_equal_returns_leave_nothing_to_explain():
+    assert explained_variance(mx.array([[1.0, 2.0]]), mx.array([[0.1, 0.1]]), mx.ones((1, 2))) == 0.0

@@ -43,7 +43,7 @@ def carried_back(values: mx.array, decay: mx.array) -> mx.array:
     """x_t = v_t + c_t x_(t+1), with x after the last column 0: how a future is carried to the tokens before it.
 
     Each round joins runs of columns with the runs after them, which doubles their length: log2(T) rounds instead of T
-    columns one by one (64 rows of 4096: 20 ms instead of 570).
+    columns one by one (64 rows of 4096: 10 ms instead of 140).
 
     Args: values, decay: (B, T), v and c.
     Returns: (B, T).
