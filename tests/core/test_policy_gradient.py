@@ -103,6 +103,18 @@ def test_the_kl_coefficient_of_the_batch_goes_before_that_of_the_config():
     assert losses == pytest.approx([0.36788, 0.18394], abs=1e-5)  # k3 of -1 against -2: exp(-1) - 1 + 1
 
 
+def test_a_corrected_kl_is_times_the_ratio_of_the_level_in_use():
+    # log-ratios .1 and .3 of one row, mean .2, sum .4; d = -1 on both: k3 = e - 2 = .71828
+    base = one_turn_batch([[1.0, 1.0]]).with_(old_logp=mx.zeros((2, 4)))
+    logp = mx.array([[0, 0, 0.1, 0.3]] * 2)
+    expected = {"token": 0.71828 * (1.10517 + 1.34986) / 2, "sequence": 0.71828 * 1.2214, "turn": 0.71828 * 1.2214,
+                "sequence_product": 0.71828 * 1.49182}  # fmt: skip
+    for level, value in expected.items():
+        algorithm = settings("algorithm", "grpo", kl_coef=1.0, kl_gradient="corrected", ratio_level=level)
+        batch = algorithm.credit(base.with_(reference_logp=logp + 1))
+        assert algorithm.loss(outputs_of(logp), batch)["kl"].item() == pytest.approx(value, abs=1e-4), level
+
+
 def test_a_population_std_is_an_option():
     # returns 1 and 0: std of a sample .7071, of a population .5
     for ddof, std in ((1, 0.5**0.5), (0, 0.5)):
