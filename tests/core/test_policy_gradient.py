@@ -41,6 +41,10 @@ def two_turns():
         (["algorithm.echo_coef=0.1", "env=arithmetic"], "algorithm.echo_coef: got 0.1; .* env=arithmetic has one turn"),
         (["algorithm=rloo", "group_size=1"], "group_size: got 1; algorithm=rloo compares"),
         (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "group_size=1"], "group_size: got 1"),
+        (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "algorithm.gamma=0.9"],
+         "algorithm.gamma: got 0.9; group_baseline=true compares whole returns"),
+        (["algorithm=ppo", "algorithm.filter_groups=true", "group_size=1"],
+         "algorithm.filter_groups: got true; .* group_size=1"),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused_by_name(overrides, said):
