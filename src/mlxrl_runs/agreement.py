@@ -59,6 +59,15 @@ def _group_has_a_baseline(algorithm: Any, group_size: int) -> list[str]:
     ]
 
 
+def _filtered_groups_may_disagree(algorithm: Any, group_size: int) -> list[str]:
+    if int(group_size) > 1 or not getattr(algorithm, "filter_groups", False):
+        return []
+    return [
+        "algorithm.filter_groups: got true; it leaves out groups that all earned the same, and with group_size=1 that "
+        "is every one, so nothing would be trained. Try algorithm.filter_groups=false, or group_size=4."
+    ]
+
+
 def _minibatches_have_groups(algorithm: Any, tasks_per_step: int) -> list[str]:
     minibatches = getattr(algorithm, "minibatches", 1)
     if minibatches <= int(tasks_per_step):
@@ -283,6 +292,7 @@ def _layers(model: ModelSettings) -> int | None:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("algorithm", "group_size"), _group_has_a_baseline),
+    (("algorithm", "group_size"), _filtered_groups_may_disagree),
     (("algorithm", "tasks_per_step"), _minibatches_have_groups),
     (("algorithm", "env"), _environment_answers),
     (("reward",), _reward_labels_are_free),

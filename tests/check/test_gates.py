@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from building import tiny
+from building import ALGORITHMS, tiny
 from families import FAMILIES, small_model
 from mlxrl_runs.check import gates
 from mlxrl_runs.check.gates import GATES, Bench, DoesNotApply, Finding, examine, probe_logp
@@ -204,6 +204,23 @@ def test_gradients_are_those_of_the_configs_algorithm(override):
         assert (bench.batch.old_logp is None) == ("updates_per_batch" not in override)
         assert max(mx.abs(array).max().item() for array in bench.plain_gradient.values()) > 0
         assert gates.checkpointed_is_plain(bench).passed and gates.micro_batches_are_whole(bench).passed
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_gradient_of_every_algorithm_is_examined(algorithm):
+    # actions are cut after 5 tokens here, and dapo trains no action that was cut; ppo's value head has a gradient too
+    bench = bench_of(small_model("qwen3", len(tiny().tokenizer)), f"algorithm={algorithm}")
+    bench.policy.config["hidden_size"] = 64
+    if bench.algorithm.needs.values:
+        bench.policy.add_value_head()
+    with gates.stirred(bench.policy):
+        assert gates.checkpointed_is_plain(bench).passed and gates.micro_batches_are_whole(bench).passed
+        assert ("value.weight" in bench.plain_gradient) == (algorithm == "ppo")
+
+
+def test_a_gradient_of_nothing_is_no_gradient_to_examine():
+    bench = bench_of(small_model("qwen3", len(tiny().tokenizer)), "algorithm.mask_longer_than=4")
+    assert isinstance(gates.micro_batches_are_whole(bench), DoesNotApply)
 
 
 def test_compiled_and_plain_engines_are_compared_token_by_token():

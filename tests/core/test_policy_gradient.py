@@ -41,6 +41,10 @@ def two_turns():
         (["algorithm.echo_coef=0.1", "env=arithmetic"], "algorithm.echo_coef: got 0.1; .* env=arithmetic has one turn"),
         (["algorithm=rloo", "group_size=1"], "group_size: got 1; algorithm=rloo compares"),
         (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "group_size=1"], "group_size: got 1"),
+        (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "algorithm.gamma=0.9"],
+         "algorithm.gamma: got 0.9; group_baseline=true compares whole returns"),
+        (["algorithm=ppo", "algorithm.filter_groups=true", "group_size=1"],
+         "algorithm.filter_groups: got true; .* group_size=1"),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused_by_name(overrides, said):
@@ -101,6 +105,18 @@ def test_the_kl_coefficient_of_the_batch_goes_before_that_of_the_config():
     batch = algorithm.credit(one_turn_batch([[1.0, 1.0]]).with_(reference_logp=mx.full((2, 4), -2.0)))
     losses = [algorithm.loss(outputs_of(batch.sampler_logp), batch.with_(kl_coef=c))["kl"].item() for c in (None, 0.5)]
     assert losses == pytest.approx([0.36788, 0.18394], abs=1e-5)  # k3 of -1 against -2: exp(-1) - 1 + 1
+
+
+def test_a_corrected_kl_is_times_the_ratio_of_the_level_in_use():
+    # log-ratios .1 and .3 of one row, mean .2, sum .4; d = -1 on both: k3 = e - 2 = .71828
+    base = one_turn_batch([[1.0, 1.0]]).with_(old_logp=mx.zeros((2, 4)))
+    logp = mx.array([[0, 0, 0.1, 0.3]] * 2)
+    expected = {"token": 0.71828 * (1.10517 + 1.34986) / 2, "sequence": 0.71828 * 1.2214, "turn": 0.71828 * 1.2214,
+                "sequence_product": 0.71828 * 1.49182}  # fmt: skip
+    for level, value in expected.items():
+        algorithm = settings("algorithm", "grpo", kl_coef=1.0, kl_gradient="corrected", ratio_level=level)
+        batch = algorithm.credit(base.with_(reference_logp=logp + 1))
+        assert algorithm.loss(outputs_of(logp), batch)["kl"].item() == pytest.approx(value, abs=1e-4), level
 
 
 def test_a_population_std_is_an_option():

@@ -1,5 +1,6 @@
 """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): returns per token, centred and scaled over the whole batch."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mlxrl_runs import maths
@@ -27,6 +28,14 @@ class ReinforcePp(ClippedObjective):
     name: Literal["reinforce_pp"]
     gamma: UnitInterval
     group_baseline: bool
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        yield (
+            self.group_baseline and self.gamma != 1,
+            f"gamma: got {self.gamma:g}; group_baseline=true compares whole returns, without discount. "
+            "Try algorithm.gamma=1.",
+        )
 
     @property
     def minimum_group_size(self) -> int:  # type: ignore[override]

@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from mlxrl_runs.core.batch import Batch, collate
 from mlxrl_runs.core.protocols import Algorithm, StepResult
 from mlxrl_runs.core.seeding import derive_seed
 from mlxrl_runs.core.stop import StopRequest
-from mlxrl_runs.core.trajectory import Trajectory
+from mlxrl_runs.core.trajectory import StopReason, Trajectory
 from mlxrl_runs.errors import Interrupted
 from mlxrl_runs.maths.scalars import number
 from mlxrl_runs.memory.limits import memory_size_bytes
@@ -195,7 +195,8 @@ class Bench:
 
         That with the longest prompt, which its rows then share in one pass and do not where they are taken apart.
         """
-        batch = collate(group_up([str(len(SENTENCES) - 1)], self.episodes[-MEMBERS:], MEMBERS))
+        episodes = [_ended_by_themselves(episode) for episode in self.episodes[-MEMBERS:]]
+        batch = collate(group_up([str(len(SENTENCES) - 1)], episodes, MEMBERS))
         algorithm = self.algorithm
         needs = algorithm.needs
         return algorithm.credit(
@@ -207,12 +208,13 @@ class Bench:
         return cast(Algorithm, self.config.algorithm)
 
     def gradient(self, *, rows: int, checkpoint_every: int) -> dict[str, mx.array]:
-        """Of the config's loss on `batch`, by the name of the weight."""
-        kept = KeptGradient()
+        """Of the config's loss on `batch`, by the name of the weight, a value head's among them."""
+        kept = {"policy": KeptGradient(), "value": KeptGradient()}
+        still = LearningRate(0.0, "constant", 0, 1, 1.0)
         updater = Updater(
             self.policy,
-            kept,
-            LearningRate(0.0, "constant", 0, 1, 1.0),
+            kept["policy"],
+            still,
             temperature=1.0,
             rows=rows,
             checkpoint_every=checkpoint_every,
@@ -220,13 +222,20 @@ class Bench:
             max_nonfinite=0,
             seed=self.config.seed,
             stop=self.stop,
+            value_optimizer=kept["value"],
+            value_learning_rate=still,
         )
         updater.update(self.algorithm, self.batch)
-        return dict(tree_flatten(kept.gradient))
+        return dict(tree_flatten({name: kept[name].gradient for name in updater.learners}))
 
     @cached_property
     def plain_gradient(self) -> dict[str, mx.array]:
         return self.gradient(rows=0, checkpoint_every=0)
+
+
+def _ended_by_themselves(episode: Trajectory) -> Trajectory:
+    """The gates keep actions short, which is no reason for an algorithm to leave them untrained."""
+    return replace(episode, turns=tuple(replace(turn, stop=StopReason.EOS) for turn in episode.turns))
 
 
 def engine_of(
@@ -335,7 +344,7 @@ def saved_adapter_is_live(bench: Bench) -> "Finding | DoesNotApply":
     return _of_probes(bench, live, opened, "a probe's next tokens, against the saved files put on by mlx-lm")
 
 
-def checkpointed_is_plain(bench: Bench) -> Finding:
+def checkpointed_is_plain(bench: Bench) -> "Finding | DoesNotApply":
     """The gradient with layers computed a second time, and with everything kept."""
     every = bench.config.memory.checkpoint_every or 1
     again = bench.gradient(rows=0, checkpoint_every=every)
@@ -403,8 +412,10 @@ def _of_logp(bench: Bench, largest: float, mean: float, how: str, **more: float)
     return Finding(largest, bench.tolerance.largest, how, {**means, **more})
 
 
-def _of_gradients(bench: Bench, other: Mapping[str, mx.array], how: str) -> Finding:
-    plain = bench.plain_gradient
+def _of_gradients(bench: Bench, other: Mapping[str, mx.array], how: str) -> "Finding | DoesNotApply":
+    plain, trained = bench.plain_gradient, bench.batch.trained_mask
+    if trained is not None and not trained.any().item():
+        return DoesNotApply(f"the algorithm trains none of the actions sampled here, of up to {ACTION_TOKENS} tokens")
     largest = max(number(mx.abs(array).max()) for array in plain.values())
     apart = max(number(mx.abs(other[name] - array).max()) for name, array in plain.items())
     share = apart / largest if largest else math.inf

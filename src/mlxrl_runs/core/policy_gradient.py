@@ -223,7 +223,13 @@ class PolicyGradient(Settings):
             raise ValueError("kl_coef > 0 needs log-probabilities of the reference, and kl_in=reward the old ones")
         old = logp if batch.old_logp is None else batch.old_logp
         return maths.divergence.estimate(
-            self.kl_estimator, self.kl_gradient, logp, batch.reference_logp, old, self.log_ratio_clamp
+            self.kl_estimator,
+            self.kl_gradient,
+            logp,
+            batch.reference_logp,
+            old,
+            self.log_ratio_clamp,
+            self.ratio(logp, batch) if self.kl_gradient == "corrected" else None,
         )
 
     def _kl_coef(self, batch: "Batch") -> float:
