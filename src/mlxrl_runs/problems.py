@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -229,6 +230,7 @@ def default_advice(key: str, choice: Any) -> str:
         (own_file, rest.partition(".")[2]),  # behind the label of a part
         (conf_folder() / section / "default.yaml", rest),
         (conf_folder() / "config.yaml", key),
+        *((file, rest) for file in _laid_under(own_file)),
     ]
     for file, name in candidates:
         if not (name and file.is_file()):
@@ -243,6 +245,14 @@ def default_advice(key: str, choice: Any) -> str:
         if value is not _ABSENT and not isinstance(value, Mapping):
             return f"Try {key}={_typed(value)}."
     return f"See its value: {LIST_COMMAND}"
+
+
+def _laid_under(file: Path) -> list[Path]:
+    """The yamls of conf/parts whose keys a file of an option group takes over: `/parts/NAME@_here_`."""
+    if not file.is_file():
+        return []
+    found = re.findall(r"^ *- /(parts/\w+)@_here_$", file.read_text(), re.MULTILINE)
+    return [conf_folder() / f"{name}.yaml" for name in found]
 
 
 _ABSENT = object()

@@ -43,6 +43,8 @@ def two_turns():
         (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "group_size=1"], "group_size: got 1"),
         (["algorithm=reinforce_pp", "algorithm.group_baseline=true", "algorithm.gamma=0.9"],
          "algorithm.gamma: got 0.9; group_baseline=true compares whole returns"),
+        (["algorithm.log_ratio_clamp=100"],
+         "algorithm.log_ratio_clamp: got 100; allowed: .* > 0 and <= 80. Try algorithm.log_ratio_clamp=20.0."),
         (["algorithm=ppo", "algorithm.filter_groups=true", "group_size=1"],
          "algorithm.filter_groups: got true; .* group_size=1"),
     ],

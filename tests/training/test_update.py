@@ -217,6 +217,14 @@ def test_a_policy_that_has_moved_too_far_gets_no_more_steps_on_a_batch():
         updater = updater_of(policy)
         report = updater.update(algorithm, batch)
         assert (updater.updates, report.stopped_early) == (updates, updates < 3)
+        assert report.trained_tokens == updates * batch.action_mask.sum().item()
+
+
+def test_a_token_that_is_masked_is_no_trained_token():
+    algorithm = settings("algorithm", "grpo", updates_per_batch=2, mask_longer_than=2)
+    batch = algorithm.credit(one_turn_batch([[1.0, 0.0]] * 2, lengths=[2, 3]))
+    batch = batch.with_(old_logp=batch.sampler_logp)
+    assert updater_of(tiny()).update(algorithm, batch).trained_tokens == 2 * 4
 
 
 def test_a_value_head_learns_at_its_own_rate_and_is_bounded_apart():

@@ -6,15 +6,16 @@ The values of the keys stand in conf/parts/policy_gradient.yaml.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from mlxrl_runs import maths
 from mlxrl_runs.core.protocols import Needs
 from mlxrl_runs.core.settings import (
     AdvantageScaling,
     Correction,
+    Float,
     KlEstimator,
     KlGradient,
     NonNegative,
@@ -58,7 +59,7 @@ class PolicyGradient(Settings):
     scalings: ClassVar[tuple[AdvantageScaling, ...]] = ("group", "batch", "none")
 
     ratio_level: RatioLevel
-    log_ratio_clamp: Positive
+    log_ratio_clamp: Annotated[Float, Field(gt=0, le=80)]  # float32 ends at exp(88.7), and an advantage multiplies it
     advantage_scaling: AdvantageScaling
     std_eps: Positive
     std_ddof: Literal[0, 1]

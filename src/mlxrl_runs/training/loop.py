@@ -190,7 +190,7 @@ class Trainer:
         with self.meter.phase("update"):
             report = self.updater.update(self.algorithm, batch)
         self.progress.step = step
-        self._count(sampled)
+        self._count(sampled, report.trained_tokens)
         metrics = {
             **experience_metrics(sampled.groups),
             **self._refill_metrics(sampled),
@@ -198,7 +198,7 @@ class Trainer:
             **self.algorithm.metrics(batch),
             **update_metrics(batch, report),
             **self.meter.metrics(),
-            **self._rates_and_counts(sampled),
+            **self._rates_and_counts(sampled, report.trained_tokens),
         }
         self._steer_kl(metrics, len(batch.trajectories))
         evaluation = self._evaluate(f"after step {step}") if self._due(self.cadence.eval_every) else None
@@ -230,7 +230,7 @@ class Trainer:
                 f"group_size={2 * self.experience.group_size}, trainer.warm_start.steps=20, or algorithm.max_refills=0 "
                 "to train on whatever comes."
             )
-        self._count(sampled)
+        self._count(sampled, trained_tokens=0)
         self.stopped = f"the tasks are solved: {found}"
         self.say(f"Training stops: {self.stopped}.")
         self.evaluations["after"] = self._evaluate(f"after step {self.progress.step}")
@@ -341,17 +341,16 @@ class Trainer:
             "refill/unused_tokens": sampled.unused_tokens,
         }
 
-    def _count(self, sampled: Sampled) -> None:
+    def _count(self, sampled: Sampled, trained_tokens: int) -> None:
         self.progress.episodes += sum(len(group.trajectories) for group in sampled.groups)
         self.progress.sampled_tokens += sampled.sampled_tokens
-        self.progress.trained_tokens += _action_tokens(sampled.kept) * self.algorithm.updates_per_batch
+        self.progress.trained_tokens += trained_tokens
 
-    def _rates_and_counts(self, sampled: Sampled) -> Metrics:
-        trained = _action_tokens(sampled.kept)
+    def _rates_and_counts(self, sampled: Sampled, trained_tokens: int) -> Metrics:
         return {
             "time/env_seconds": sampled.env_seconds,
             "rollout/tokens_per_second": sampled.sampled_tokens / self.meter.seconds["rollout"],
-            "update/tokens_per_second": trained * self.algorithm.updates_per_batch / self.meter.seconds["update"],
+            "update/tokens_per_second": trained_tokens / self.meter.seconds["update"],
             "update/skipped": self.updater.skipped,
             "progress/optimizer_updates": self.updater.updates,
             "progress/seconds": self.progress.seconds,
@@ -414,10 +413,6 @@ class Trainer:
         step, folder = self.last_saved
         self.policy.load_weights(folder)
         self._warn(f"The policy is broken; that of step {step}, the last one saved, is kept as the result.")
-
-
-def _action_tokens(groups: Sequence[Group]) -> int:
-    return sum(trajectory.action_count for group in groups for trajectory in group.trajectories)
 
 
 def _records(groups: Sequence[Group], batch: Batch, limit: int) -> list[TrajectoryRecord]:

@@ -37,6 +37,7 @@ class UpdateReport:
         grad_norms: before clipping, of the first optimizer step, by what was trained: policy, value.
         ratio_metrics: where there were several optimizer steps, as each row was last met.
         stopped_early: whether kl_stop ended them; None where there is none.
+        trained_tokens: those that the steps learned from; a token in two of them counts twice.
     """
 
     losses: dict[str, float]
@@ -45,6 +46,7 @@ class UpdateReport:
     learning_rate: float
     ratio_metrics: dict[str, float] = field(default_factory=dict)
     stopped_early: bool | None = None
+    trained_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Updater:
             self.learners["value"] = Learner(policy.value_head, value_optimizer, value_learning_rate)
         self.updates = 0
         self.skipped = 0
+        self._trained_tokens = 0
         self._temperature = temperature
         self._rows = rows
         self._checkpoint_every = checkpoint_every
@@ -112,6 +115,7 @@ class Updater:
         Raises: TrainingError when a loss or gradient is not finite more often than allowed; the weights and the
             optimizer are then as before that step.
         """
+        self._trained_tokens = 0
         first = last = self._visit(algorithm, batch, 0)
         assert first is not None and last is not None, "only a later visit may end early"
         stopped = None if algorithm.kl_stop is None else False
@@ -122,9 +126,9 @@ class Updater:
                 break
             last = met
         if algorithm.updates_per_batch * algorithm.minibatches == 1:
-            return first
+            return replace(first, trained_tokens=self._trained_tokens)
         ratios = algorithm.ratio_metrics(last.outputs.logp, batch)
-        return replace(first, ratio_metrics=ratios, stopped_early=stopped)
+        return replace(first, ratio_metrics=ratios, stopped_early=stopped, trained_tokens=self._trained_tokens)
 
     def _visit(self, algorithm: Algorithm, batch: Batch, visit: int) -> UpdateReport | None:
         """Go through the batch once; None when `kl_stop` says that the policy has moved far enough."""
@@ -136,6 +140,7 @@ class Updater:
             if visit > 0 and algorithm.kl_stop is not None and _moved(report, part) > algorithm.kl_stop:
                 return None
             self._apply(report, gradient)
+            self._trained_tokens += _trained_tokens(part)
             reports.append(report)
             order += rows
         if len(reports) == 1:
@@ -235,6 +240,11 @@ def _moved(report: UpdateReport, batch: Batch) -> float:
     assert batch.old_logp is not None
     kl = maths.divergence.k3(report.outputs.logp, batch.old_logp)
     return maths.objective.token_mean_of(kl, batch.action_mask)
+
+
+def _trained_tokens(batch: Batch) -> int:
+    mask = batch.action_mask if batch.trained_mask is None else batch.trained_mask
+    return int(number((mask != 0).sum()))
 
 
 def _global_norm(gradient: Tree) -> mx.array:
