@@ -2,6 +2,8 @@
 
 python scripts/bench_learning.py --json learning.json
 python scripts/bench_learning.py --seeds 5 --json arithmetic.json env=arithmetic
+python scripts/bench_algorithms.py --json algorithms.json
+python scripts/bench_algorithms.py --grid --json gigpo_grpo.json
 python scripts/bench_rollout.py --adapter full --json rollout.json
 python scripts/bench_rollout.py --adapter full --model random --cases fixed,geometric --json rollout_11m.json
 python scripts/bench_step.py --json step.json
@@ -18,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bench_algorithms
 import bench_rollout
 import bench_step
 from bench_learning import table, verdict
@@ -45,6 +48,21 @@ both evaluations included. Two runs shared the machine at a time (`--parallel 2`
 {verdict(learning, "grpo")}.
 
 {table(learning)}
+
+## Every algorithm
+
+`python scripts/bench_algorithms.py`: one sweep, `-m algorithm=<all of them> seed=0,1,2`, each by the defaults of its yaml, one run
+after the other. Steps to .8: the first step at which success, as the mean over the sampled training episodes of the last
+{bench_algorithms.WINDOW} steps, is .8 or more.
+
+{bench_algorithms.algorithms_table(measured["algorithms"])}
+
+## GiGPO against GRPO
+
+`python scripts/bench_algorithms.py --grid`: seeds that no default was chosen with, the same three learning rates for both, the
+collapse guard off. {best_rates(measured["gigpo_grpo"])}
+
+{bench_algorithms.grid_table(measured["gigpo_grpo"])}
 
 ## Arithmetic
 
@@ -128,6 +146,20 @@ def dated(measured: dict[str, Any]) -> str:
     return f"measured {measured['made_at'][:10]} with {versions}"
 
 
+def best_rates(runs: list[dict[str, Any]]) -> str:
+    """Each algorithm at the rate with the lowest median of steps."""
+    told = []
+    for name in ("gigpo", "grpo"):
+        own = [run for run in runs if run["algorithm"] == name]
+        rates = {
+            rate: bench_algorithms.median_step([run for run in own if run["learning_rate"] == rate])
+            for rate in sorted({run["learning_rate"] for run in own})
+        }
+        best = min(rates, key=lambda rate: (not rates[rate].isdigit(), rates[rate].zfill(9)))
+        told.append(f"{name} at its best rate {best:g}: median {rates[best]} steps to .8")
+    return "; ".join(told) + "."
+
+
 def rise(results: list[dict[str, Any]], algorithm: str) -> str:
     own = [result for result in results if result["algorithm"] == algorithm]
     before, after = (sum(result[name] for result in own) / len(own) for name in ("before_reward", "after_reward"))
@@ -140,7 +172,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks.md")
     arguments = parser.parse_args()
-    names = ("learning", "arithmetic", "rollout", "rollout_11m", "step", "startup", "equivalence")
+    names = (
+        "learning", "algorithms", "gigpo_grpo", "arithmetic", "rollout", "rollout_11m", "step", "startup",
+        "equivalence",
+    )  # fmt: skip
     measured = {name: json.loads((arguments.folder / f"{name}.json").read_text()) for name in names}
     arguments.out.write_text(document(measured))
 

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from building import ALGORITHMS as ALGORITHM_NAMES
+from building import one_turn_batch, settings
 from mlxrl_runs import compose
+from mlxrl_runs.core.outputs import TokenOutputs
 from mlxrl_runs.problems import walk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +19,9 @@ FLAT = re.sub(r"```.*?```", "", (ROOT / "docs/flat_reward.md").read_text(), flag
 PYTHON = (ROOT / "docs/python.md").read_text()
 SAFETY = (ROOT / "docs/safety.md").read_text()
 METRICS = (ROOT / "docs/metrics.md").read_text()
+ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
+DIFFERENCES = ALGORITHMS.partition("## Where others differ, in numbers")[2].partition("## ")[0]
+NAMES = set(ALGORITHM_NAMES)
 QUOTED = re.findall(r"`([^`\n]+)`", FLAT)
 OVERRIDES = [text for text in re.findall(r"`([^`]+)`", FLAT) if re.match(r"[a-z_.]+=", text)]
 
@@ -69,3 +76,51 @@ def test_the_safety_page_quotes_what_a_run_says():
     phrases = [part.strip(" ,%") for phrase in phrases if "it says" not in phrase for part in phrase.split("...")]
     phrases = [phrase for phrase in phrases if len(phrase.split()) > 1]
     assert len(phrases) >= 12 and [phrase for phrase in phrases if phrase not in said] == []
+
+
+def algorithm_keys():
+    """Every key of every algorithm, with its value in a run of the defaults."""
+    return {name: compose([f"algorithm={name}"]).plain()["algorithm"] for name in NAMES}
+
+
+def test_the_algorithms_page_names_every_key_of_every_algorithm_and_no_other():
+    keys = {key for section in algorithm_keys().values() for key in section} - {"name"}
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", ALGORITHMS))
+    quoted = re.sub(r"(mismatch)_correction _level _cap", r"\1_correction \1_level \1_cap", quoted)
+    named = set(re.findall(r"[a-z_]+", quoted))
+    assert len(keys) > 40 and sorted(keys - named) == []
+    assert sorted(set(re.findall(r"algorithm\.([a-z_]+)", ALGORITHMS)) - keys) == []
+    assert sorted(set(re.findall(r"`algorithm=([a-z_]+)", ALGORITHMS)) - NAMES) == []
+
+
+def test_the_algorithms_page_says_which_take_several_optimizer_steps_a_batch():
+    several = {name for name, keys in algorithm_keys().items() if keys["updates_per_batch"] * keys["minibatches"] > 1}
+    said = re.search(r"That is why (.*?) take several", ALGORITHMS, flags=re.DOTALL)
+    assert said and set(re.findall(r"`(\w+)`", said[1])) == several >= {"ppo", "gspo", "cispo"}
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.name)
+def test_no_page_was_left_with_a_blank_to_fill_in(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert re.findall(r"\{[A-Z_]+\}|TODO|TBD", prose) == []
+
+
+def test_the_numbers_that_differ_elsewhere_are_those_of_this_project():
+    here = [line.split("|")[2].strip() for line in DIFFERENCES.splitlines() if line.startswith("| ")][1:]
+    grpo = settings("algorithm", "grpo")
+    pair = grpo.credit(one_turn_batch([[1.0, 0.0]]))
+    assert here[0].startswith(f"A = +-{pair.advantage[0, 2].item():.5f} ")
+    lengths = grpo.credit(one_turn_batch([[1.0, 0.0]], lengths=[1, 3]))
+    signs = lengths.with_(advantage=mx.sign(lengths.advantage))
+    assert here[2] == f"token mean: {policy_loss(grpo, signs, signs.sampler_logp):+.1f}"
+    empty = settings("algorithm", "grpo", reduction="sequence_mean", mask_longer_than=2)
+    weights = empty.credit(one_turn_batch([[1.0, 0.0, 1.0, 0.0]], lengths=[2, 2, 2, 3])).weights
+    assert here[3] == f"divides by {1 / weights[0].sum().item():.0f}"
+    far = pair.with_(advantage=-mx.ones_like(pair.advantage), old_logp=pair.sampler_logp)
+    loss = policy_loss(grpo, far, far.sampler_logp + 25)
+    slope = mx.grad(lambda logp: grpo.loss(TokenOutputs(logp, logp, logp), far)["policy"])(far.sampler_logp + 25)
+    assert here[4] == f"clamped at 20: loss {loss:.1e}, slope {mx.abs(slope).max().item():.0f}".replace("e+0", "e")
+
+
+def policy_loss(algorithm, batch, logp):
+    return algorithm.loss(TokenOutputs(logp, logp, logp), batch)["policy"].item()

@@ -93,6 +93,20 @@ def test_the_page_of_upstream_defects_names_each_reproduction_and_no_other(tmp_p
     assert reproductions == page
 
 
+def test_steps_to_the_goal_are_those_of_a_mean_over_five():
+    sys.path.insert(0, str(SCRIPTS))
+    from bench_algorithms import grid_table, steps_to_goal
+
+    assert steps_to_goal([1, 1, 1, 0.5, 0.5, 0, 0]) == 5  # mean .8
+    assert steps_to_goal([0.9, 0.9]) is None  # five are needed
+    assert steps_to_goal([0] * 5 + [1] * 4) == 9
+    runs = [
+        {"algorithm": "grpo", "learning_rate": 1e-3, "steps_to_goal": steps, "after_sampled": after}
+        for steps, after in ((40, 0.9), (60, 0.8), (None, 0.1), (50, 1.0))
+    ]
+    assert "| `grpo` | 0.001 | 3 of 4 | 60 | 40 | - | 0.850 | 0.100 |" in grid_table(runs)
+
+
 @pytest.mark.slow
 def test_the_tiny_model_can_be_remade(tmp_path):
     run("make_tiny.py", "--steps", "60", "--out", str(tmp_path))
@@ -105,6 +119,10 @@ def test_the_learning_benchmark_prints_a_row_a_run_and_the_page_is_written_from_
     quick = ["--seeds", "1", "steps=1", "trainer.evaluation_episodes=4"]
     assert "gigpo | 0 |" in run("bench_learning.py", *quick, "--json", str(tmp_path / "learning.json"))
     run("bench_learning.py", *quick, "env=arithmetic", "--json", str(tmp_path / "arithmetic.json"))
+    assert "| `ppo` | " in run("bench_algorithms.py", *quick, "--json", str(tmp_path / "algorithms.json"))
+    assert "| `grpo` | 0.0012 | 0 of 1 |" in run(
+        "bench_algorithms.py", "--grid", *quick, "--json", str(tmp_path / "gigpo_grpo.json")
+    )
     few = ("--cases", "fixed", "--rows", "4", "--tokens", "6", "--repeats", "1", "--json")
     run("bench_rollout.py", *few, str(tmp_path / "rollout.json"))
     run("bench_rollout.py", *few, str(tmp_path / "rollout_11m.json"))
@@ -114,4 +132,5 @@ def test_the_learning_benchmark_prints_a_row_a_run_and_the_page_is_written_from_
     (tmp_path / "startup.json").write_text(json.dumps(startup))
     run("write_benchmarks.py", "--folder", str(tmp_path), "--out", str(tmp_path / "page.md"))
     page = (tmp_path / "page.md").read_text()
+    assert "| `cispo` | " in page and "gigpo at its best rate 0.0006: median - steps" in page
     assert "| gigpo | 0 |" in page and "### fixed: rows 4" in page and "NVIDIA H200" in page

@@ -227,6 +227,13 @@ def test_a_token_that_is_masked_is_no_trained_token():
     assert updater_of(tiny()).update(algorithm, batch).trained_tokens == 2 * 4
 
 
+def test_a_skipped_update_trains_no_token():
+    algorithm = settings("algorithm", "grpo")
+    batch = algorithm.credit(one_turn_batch([[1.0, 0.0]] * 2))
+    broken = batch.with_(advantage=batch.advantage * mx.nan)
+    assert updater_of(tiny(), max_nonfinite=1).update(algorithm, broken).trained_tokens == 0
+
+
 def test_a_value_head_learns_at_its_own_rate_and_is_bounded_apart():
     algorithm = settings("algorithm", "ppo", updates_per_batch=1)
     policy = tiny_for(algorithm)

@@ -45,7 +45,7 @@ class PolicyGradient(Settings):
         log_ratio_clamp: nats, keeps exp() from overflowing.
         advantage_scaling, std_eps, std_ddof: whose standard deviation divides, what is added to it, n - ddof under it.
         kl_coef, kl_estimator, kl_gradient, kl_in: of KL(policy || reference), in the loss or taken off the reward.
-        kl_target, kl_horizon: nats per token that kl_coef is steered to, and over how many episodes it doubles or so.
+        kl_target, kl_horizon: nats per token that kl_coef is steered to; episodes for a fifth at most.
         entropy_coef: of a bonus for entropy.
         reduction, reduction_length: how per-token losses become one number; tokens, read by fixed_length alone.
         updates_per_batch, minibatches, kl_stop: see `Algorithm`.

@@ -139,8 +139,8 @@ class Updater:
             report, gradient = self._gradient(algorithm, part)
             if visit > 0 and algorithm.kl_stop is not None and _moved(report, part) > algorithm.kl_stop:
                 return None
-            self._apply(report, gradient)
-            self._trained_tokens += _trained_tokens(part)
+            if self._apply(report, gradient):
+                self._trained_tokens += _trained_tokens(part)
             reports.append(report)
             order += rows
         if len(reports) == 1:
@@ -206,7 +206,8 @@ class Updater:
 
         return nn.value_and_grad(self._trained, loss_of)
 
-    def _apply(self, report: UpdateReport, gradient: Tree) -> None:
+    def _apply(self, report: UpdateReport, gradient: Tree) -> bool:
+        """Take an optimizer step; False where it was skipped."""
         numbers = {
             **{f"loss/{name}": value for name, value in report.losses.items()},
             **{norm_name(name): value for name, value in report.grad_norms.items()},
@@ -219,7 +220,7 @@ class Updater:
                     f"{', '.join(broken)} not finite at optimizer step {self.updates + 1}: the update was not applied. "
                     "Lower optimizer.learning_rate, or let trainer.max_nonfinite_updates of them be skipped."
                 )
-            return
+            return False
         for name, learner in self.learners.items():
             norm, own = report.grad_norms[name], gradient[name]
             if self._max_grad_norm is not None and norm > self._max_grad_norm:
@@ -228,6 +229,7 @@ class Updater:
             learner.optimizer.update(learner.module, own)
             mx.eval(learner.module.parameters(), learner.optimizer.state)
         self.updates += 1
+        return True
 
 
 def norm_name(learner: str) -> str:
