@@ -81,6 +81,13 @@ def test_no_gradient_of_a_policy_that_is_sure_is_put_down_to_the_learning_rate()
     assert "sure of every token" in text and "optimizer.learning_rate=0.0004" in text
 
 
+def test_no_gradient_where_every_token_is_masked_is_put_down_to_the_masks():
+    [(_, text)] = told(*[INERT | {"progress/trained_tokens": 0}] * 9)
+    assert "no token was trained" in text and "algorithm.mask_longer_than" in text and "adapter" not in text
+    [(_, text)] = told(*[INERT | {"progress/trained_tokens": 7}] * 9)
+    assert "adapter.targets=all" in text
+
+
 def test_low_entropy_is_told_only_where_the_reward_did_not_rise():
     # noise of a gain: hypot(.3 / sqrt(48), .3 / sqrt(5 x 48)) = .0474, twice that is .095
     collapsed = [SURE | {"reward/mean": 0.19}] * 9

@@ -111,6 +111,11 @@ class Watch:
             f"In each of the last {self._window} steps the gradient was exactly 0 although the advantages were not: "
             "the policy no longer changes. "
         )
+        if _of(metrics, "progress/trained_tokens") == 0:
+            return (
+                f"{opening}So far no token was trained: look at algorithm.mask_truncated, algorithm.mask_longer_than "
+                "and algorithm.filter_groups."
+            )
         if _of(metrics, "policy/entropy") < CERTAIN_ENTROPY:
             return f"{opening}It is sure of every token it writes. Start again with {self._slower()}."
         if "adapter.targets" in self._keys:
