@@ -45,7 +45,7 @@ class Ppo(ClippedObjective):
     gae_lambda: UnitInterval
     bootstrap: Literal["tokens", "limits", "none"]
     value_clip: Positive | None
-    value_gradient: NonNegative
+    value_gradient: UnitInterval
     value_learning_rate: NonNegative
 
     @property
