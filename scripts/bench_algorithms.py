@@ -6,7 +6,8 @@
 
 Prints a Markdown table. `success` is that of sampled episodes on held-out tasks; `seconds` is a whole run with both
 evaluations, runs one after the other. Steps to .8: the first step at which success, as the mean over the sampled
-training episodes of the last 5 steps, is .8 or more.
+training episodes of the last 5 steps, is .8 or more; of an even number of runs the median is the later of the two in
+the middle. A run that failed is in the table and counts as one that did not learn.
 """
 
 import argparse
@@ -56,26 +57,30 @@ def run_sweep(output: Path, overrides: Sequence[str]) -> Path:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What one run of a sweep came to."""
+    """What one run of a sweep came to; scores are None where it failed before them."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     record = json.loads((folder / "run.json").read_text())
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before, after = evaluation["before"], evaluation["after"]
+    evaluation = json.loads(written(folder / "evaluation.json") or "{}")
+    lines = [json.loads(line) for line in written(folder / "metrics.jsonl").splitlines()]
+    before, after = evaluation.get("before"), evaluation.get("after")
     return {
         "algorithm": config["algorithm"]["name"],
         "seed": config["seed"],
         "learning_rate": config["optimizer"]["learning_rate"],
         "state": record["state"],
-        "before_sampled": before["sampled"]["success"],
+        "before_sampled": before["sampled"]["success"] if before else None,
         "after_sampled": after["sampled"]["success"] if after else None,
         "after_greedy": after["greedy"]["success"] if after else None,
-        "steps": len(lines) - 1,
+        "steps": max(len(lines) - 1, 0),
         "steps_to_goal": steps_to_goal([line["reward/success"] for line in lines[1:]]),
         "seconds": record["seconds"],
         "backend": record["device"]["backend"],
         "device": record["device"]["name"],
     }
+
+
+def written(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def steps_to_goal(success: Sequence[float]) -> int | None:
@@ -87,9 +92,9 @@ def steps_to_goal(success: Sequence[float]) -> int | None:
 
 
 def read_sweep(folder: Path) -> list[dict[str, Any]]:
-    runs = [read_run(file.parent) for file in sorted(folder.glob("*/evaluation.json"))]
+    runs = [read_run(file.parent) for file in sorted(folder.glob("*/run.json"))]
     if not runs:
-        raise SystemExit(f"{folder} holds no run that came to an evaluation.")
+        raise SystemExit(f"{folder} holds no run. Give a sweep's folder, such as outputs/sweeps/NAME.")
     return sorted(runs, key=lambda run: (run["algorithm"], run["learning_rate"], run["seed"]))
 
 
@@ -101,17 +106,25 @@ def algorithms_table(runs: Sequence[dict[str, Any]]) -> str:
     ]
     for name in dict.fromkeys(run["algorithm"] for run in runs):
         own = [run for run in runs if run["algorithm"] == name]
-        learned = sum((run["after_sampled"] or 0) >= LEARNED for run in own)
         cells = [
-            f"{max(run['before_sampled'] for run in own):.3f}",
+            shown(max((run["before_sampled"] for run in own if run["before_sampled"] is not None), default=None)),
             " ".join(shown(run["after_sampled"]) for run in own),
             " ".join(shown(run["after_greedy"]) for run in own),
             " ".join(str(run["steps_to_goal"] or "-") for run in own),
             " ".join(f"{run['seconds']:.0f}" for run in own),
-            f"{learned} of {len(own)}",
+            f"{learned(own)} of {len(own)}",
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def learned(runs: Sequence[dict[str, Any]]) -> int:
+    return sum((run["after_sampled"] or 0) >= LEARNED for run in runs)
+
+
+def verdict(runs: Sequence[dict[str, Any]]) -> str:
+    seconds = max(run["seconds"] for run in runs)
+    return f"{learned(runs)} of {len(runs)} runs end at {LEARNED} held-out success or more; longest run {seconds:.0f} s"
 
 
 def shown(success: float | None) -> str:
@@ -155,7 +168,7 @@ def main() -> None:
     points = points_of_grid(seeds) if arguments.grid else points_of_algorithms(seeds)
     with tempfile.TemporaryDirectory() as scratch:
         runs = read_sweep(arguments.sweep or run_sweep(Path(scratch), [*points, *arguments.overrides]))
-    print(grid_table(runs) if arguments.grid else algorithms_table(runs))
+    print(f"{grid_table(runs) if arguments.grid else algorithms_table(runs)}\n\n{verdict(runs)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(runs, indent=2) + "\n")
 

@@ -53,14 +53,15 @@ both evaluations included. Two runs shared the machine at a time (`--parallel 2`
 
 `python scripts/bench_algorithms.py`: one sweep, `-m algorithm=<all of them> seed=0,1,2`, each by the defaults of its yaml, one run
 after the other. Steps to .8: the first step at which success, as the mean over the sampled training episodes of the last
-{bench_algorithms.WINDOW} steps, is .8 or more.
+{bench_algorithms.WINDOW} steps, is .8 or more. {bench_algorithms.verdict(measured["algorithms"])}.
 
 {bench_algorithms.algorithms_table(measured["algorithms"])}
 
 ## GiGPO against GRPO
 
 `python scripts/bench_algorithms.py --grid`: seeds that no default was chosen with, the same three learning rates for both, the
-collapse guard off. {best_rates(measured["gigpo_grpo"])}
+collapse guard off. Medians of steps count a run that never got there as later than any; of an even number they are the later of
+the two in the middle. {best_rates(measured["gigpo_grpo"])}
 
 {bench_algorithms.grid_table(measured["gigpo_grpo"])}
 

@@ -128,6 +128,18 @@ def test_a_population_std_is_an_option():
         assert batch.advantage[0, 2].item() == pytest.approx(0.5 / (std + 1e-4), abs=1e-6)
 
 
+def test_a_clip_can_be_set_so_wide_that_it_never_acts():
+    # r = e^3 with A > 0 in row 0 and e^-3 with A < 0 in row 1: the slope is -r A w, which the default clip silences
+    logp = mx.array([[0, 0, 3.0, 0], [0, 0, -3.0, 0]])
+    slopes = {}
+    for low, high in ((1.0, 1e9), (0.2, 0.2)):
+        algorithm = settings("algorithm", "grpo", clip_low=low, clip_high=high)
+        batch = algorithm.credit(one_turn_batch([[1.0, 0.0]]).with_(old_logp=mx.zeros((2, 4))))
+        slopes[low] = slope_of(algorithm, "policy", batch, logp)[:, 2].tolist()
+    a = 0.70701 / 4
+    assert slopes == {1.0: pytest.approx([-a * 20.0855, a * 0.049787], abs=1e-3), 0.2: [0, 0]}
+
+
 @pytest.mark.parametrize(
     ("level", "expected"),
     # log-ratios .1 .3 | .2 of two turns: means .2 and .2, of the row .2, their sum .6

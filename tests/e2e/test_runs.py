@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 import yaml
@@ -71,6 +72,9 @@ def test_a_finished_run_leaves_every_file_of_the_contract(finished):
     record = json.loads((folder / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("finished", 0)
     assert record["engine"]["rollout_mode"] == "batched" and record["device"]["backend"]
+    assert record["engine"]["trainable_parameters"] == sum(
+        array.size for array in mx.load(str(folder / "adapters/adapters.safetensors")).values()
+    )
     assert yaml.safe_load((folder / "config.yaml").read_text())["steps"] == 3
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -188,6 +189,16 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text())
     with pytest.raises(ConfigError, match="cannot be opened by mlx-lm"):
         open_policy(source="local", path=str(tmp_path), shape=None, adapter="lora", seed=0, keep_reference=False)
+
+
+def test_a_model_that_brings_code_is_refused_and_its_code_is_not_run(tmp_path):
+    config = json.loads((TINY / "config.json").read_text()) | {"model_file": "mine.py"}
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "model/mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigError, match=r"cannot be opened by mlx-lm.*mine\.py"):
+        open_policy(**TINY_LORA | {"source": "local", "path": str(tmp_path / "model")})
+    assert not (tmp_path / "ran").exists()
 
 
 def test_random_models_are_drawn_from_the_seed_alone():

@@ -1,5 +1,7 @@
 """Each kind of reward part, worked by hand."""
 
+import time
+
 import pytest
 
 from building import settings
@@ -68,6 +70,19 @@ def test_regex_pays_for_fitting_and_compares_what_it_caught_with_the_answer():
     assert value("regex", completion("so <solution> 4 </solution>", "4"), pattern=tags) == 1
     assert value("regex", completion("so <solution>5</solution>", "4"), pattern=tags) == 0
     assert settings("reward", "regex", pattern=tags).judges and not settings("reward", "regex", pattern="a").judges
+
+
+@pytest.mark.parametrize(
+    "piece", ["<think>", "</think><solution>", "1,", "-", "9", "  ", "<think></think> <solution>1"]
+)
+def test_a_long_hostile_text_is_judged_at_once(piece):
+    # every kind that reads text, on 200 kB of it; a pattern whose parts overlap takes 5 s for the second piece
+    text, started = "<think>" + piece * (200_000 // len(piece)), time.perf_counter()
+    for kind in ("numeric", "exact", "format"):
+        value(kind, completion(text, "4"))
+    for form in ("tags", "number"):
+        settings("env", "arithmetic", answers=form).make("2+2", 0, 0).step(text)
+    assert time.perf_counter() - started < 2
 
 
 def test_length_costs_the_share_used_and_by_default_only_right_answers():

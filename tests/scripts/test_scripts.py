@@ -107,6 +107,38 @@ def test_steps_to_the_goal_are_those_of_a_mean_over_five():
     assert "| `grpo` | 0.001 | 3 of 4 | 60 | 40 | - | 0.850 | 0.100 |" in grid_table(runs)
 
 
+def made_run(sweep, algorithm, seed, after, success=(), state="finished"):
+    """A run's folder as a sweep leaves it. Args: after: held-out success; None: it failed before any evaluation."""
+    folder = sweep / f"{seed}_{algorithm}"
+    folder.mkdir(parents=True)
+    config = {"algorithm": {"name": algorithm}, "seed": seed, "optimizer": {"learning_rate": 1e-3}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    record = {"state": state, "seconds": 10.0 + seed, "device": {"backend": "cpu", "name": "a machine"}}
+    (folder / "run.json").write_text(json.dumps(record))
+    if after is None:
+        return
+    scores = lambda value: {policy: {"success": value} for policy in ("sampled", "greedy")}
+    (folder / "evaluation.json").write_text(json.dumps({"before": scores(0.01), "after": scores(after)}))
+    lines = [{"step": 0}, *({"step": number, "reward/success": x} for number, x in enumerate(success, start=1))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_sweep_is_read_with_the_runs_that_failed_in_it(tmp_path):
+    sweep = tmp_path / "sweeps/sweep"
+    made_run(sweep, "grpo", 0, 0.9, [0.5, 0.7, 0.8, 0.9, 1.0, 1.0])  # means of five: .78 and .88
+    made_run(sweep, "grpo", 1, 0.59, [0.1] * 6)
+    made_run(sweep, "ppo", 0, None, state="failed")
+    (sweep / "sweep.json").write_text("{}")
+    printed = run("bench_algorithms.py", "--sweep", str(sweep), "--json", str(tmp_path / "out.json"))
+    assert "| `grpo` | 0.010 | 0.900 0.590 | 0.900 0.590 | 6 - | 10 11 | 1 of 2 |" in printed
+    assert "| `ppo` | failed | failed | failed | - | 10 | 0 of 1 |" in printed
+    assert "1 of 3 runs end at 0.6 held-out success or more; longest run 11 s" in printed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [(one["algorithm"], one["seed"], one["steps"]) for one in found] == [
+        ("grpo", 0, 6), ("grpo", 1, 6), ("ppo", 0, 0),
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_the_tiny_model_can_be_remade(tmp_path):
     run("make_tiny.py", "--steps", "60", "--out", str(tmp_path))

@@ -1,6 +1,7 @@
 """The optimizer step: exact micro-batches, no pass that nobody asked for, and nothing non-finite in the weights."""
 
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -22,7 +23,8 @@ from mlxrl_runs.core.batch import collate
 from mlxrl_runs.errors import TrainingError
 from mlxrl_runs.rollout.on_policy import group_up
 from mlxrl_runs.rollout.sampling import Sampling
-from mlxrl_runs.training.optimizer import LearningRate
+from mlxrl_runs.training.metrics import update_metrics
+from mlxrl_runs.training.optimizer import LearningRate, make_optimizer
 from mlxrl_runs.training.score import score
 
 
@@ -154,6 +156,36 @@ def test_adam_takes_its_first_step_at_full_length():
     before = weights_of(policy)
     updater_of(policy, learning_rate=0.01).update(algorithm, algorithm.credit(rolled_out(policy)))
     assert gap(before, weights_of(policy)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_adamw_shrinks_weights_that_no_gradient_moves():
+    # equal rewards: no gradient, and each weight loses learning_rate x weight_decay of itself; adam keeps it
+    algorithm = settings("algorithm", "grpo")
+    for name, left in (("adam", 1.0), ("adamw", 1 - 0.01 * 0.5)):
+        policy = tiny()
+        before = weights_of(policy)
+        updater = updater_of(policy, learning_rate=0.01)
+        optimizer = make_optimizer(name, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+        updater.learners["policy"] = replace(updater.learners["policy"], optimizer=optimizer)
+        updater.update(algorithm, algorithm.credit(one_turn_batch([[1.0, 1.0]])))
+        assert gap({weight: array * left for weight, array in before.items()}, weights_of(policy)) < 1e-7
+
+
+def test_answers_of_the_environment_are_measured_where_echo_trains_on_them():
+    policy, algorithm = tiny(), settings("algorithm", "grpo", echo_coef=0.1)
+    batch = rolled_out(policy)
+    expected = mx.pad(mx.argmax(policy.model(batch.tokens)[:, :-1], axis=-1), [(0, 0), (1, 0)])
+    # some of the answers are made what the model expects; what it then expects behind them is found again
+    batch = batch.with_(tokens=mx.where(batch.observation_mask, expected, batch.tokens))
+    credited = algorithm.credit(batch)
+    metrics = update_metrics(credited, updater_of(policy, learning_rate=0.0).update(algorithm, credited))
+    logits = policy.model(batch.tokens)[:, :-1]
+    right = (mx.argmax(logits, axis=-1) == batch.tokens[:, 1:]) & batch.observation_mask[:, 1:]
+    assert 0 < metrics["echo/accuracy"] == pytest.approx(right.sum().item() / batch.observation_mask.sum().item())
+    assert metrics["loss/echo"] == pytest.approx(0.1 * metrics["echo/cross_entropy"], rel=1e-4)
+    plain = settings("algorithm", "grpo")
+    report = updater_of(policy).update(plain, plain.credit(batch))
+    assert not [name for name in update_metrics(plain.credit(batch), report) if name.startswith("echo/")]
 
 
 def test_the_learning_rate_warms_up_and_comes_down():
