@@ -43,11 +43,12 @@ class Picky:
 
 
 def test_a_batch_is_refilled_until_it_is_full_and_the_cost_is_told():
-    # 1 of 4 is wanted, so for 3 more a whole batch of 4 is sampled; then 3 of 8 are, so for 1 more 8 / 3, rounded up
-    picky = Picky([True, False, False, False, False, True, False, True, False, False, True], max_refills=8)
+    # 1 of 4 is wanted, so for 3 more 12 are sampled; then 3 of 16 are, so for 1 more 16 / 3, rounded up
+    wanted = [True] + 3 * [False] + 2 * [True] + 10 * [False] + 5 * [False] + [True]
+    picky = Picky(wanted, max_refills=8)
     sampled = experience(tasks_per_step=4, refills=picky).sample(1)
     assert len(sampled.kept) == 4 and all(map(picky.wants, sampled.kept))
-    assert (sampled.refills, len(sampled.groups)) == (2, 11)
+    assert (sampled.refills, len(sampled.groups)) == (2, 22)
     unused = sum(row.action_count for g in sampled.groups if g not in sampled.kept for row in g.trajectories)
     assert sampled.unused_tokens == unused > 0
     assert sampled.sampled_tokens == unused + sum(row.action_count for g in sampled.kept for row in g.trajectories)
@@ -58,6 +59,16 @@ def test_rounds_of_sampling_come_to_an_end_and_draw_afresh():
     assert sampled.kept == [] and sampled.refills == 2
     tasks = [group.task for group in sampled.groups]
     assert len(set(tasks)) > 4  # a round that asked the same again would learn nothing
+
+
+def test_a_refill_is_bounded_and_decodes_no_more_rows_at_once_than_a_step(monkeypatch):
+    source, seen = experience(tasks_per_step=8, refills=Picky([True] + 7 * [False] + 100 * [False], 1)), []
+    play = source._engine.play
+    monkeypatch.setattr(
+        source._engine, "play", lambda *given, rows: seen.append((len(given[0]), rows)) or play(*given, rows=rows)
+    )
+    source.sample(1)  # 1 of 8: for 7 more 56 would be needed, and 4 batches are the most
+    assert seen == [(8 * 3, 8 * 3), (32 * 3, 8 * 3)]
 
 
 def test_a_nearly_full_batch_asks_for_as_much_as_it_is_likely_to_need():

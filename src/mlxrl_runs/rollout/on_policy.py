@@ -12,6 +12,7 @@ from mlxrl_runs.rollout.engine import RolloutEngine
 from mlxrl_runs.rollout.episodes import EpisodeRequest
 from mlxrl_runs.rollout.sampling import Sampling
 
+MAX_ROUND = 4  # batches of groups that one refill samples at most
 MAX_TRIES = 100  # draws for a task not yet in the step, before a repeated one is taken
 
 
@@ -72,13 +73,16 @@ class OnPolicy:
         return replace(sampled, kept=wanted[: self._tasks_per_step], refills=rounds)
 
     def _missing(self, kept: int, seen: int) -> int:
-        """Groups to sample for a full batch by the share that was wanted so far; a batch of them at most."""
-        missing = self._tasks_per_step - kept
-        return min(self._tasks_per_step, math.ceil(missing * seen / kept) if kept else self._tasks_per_step)
+        """Groups to sample for a full batch by the share that was wanted so far, within bounds."""
+        if not kept:
+            return self._tasks_per_step
+        return min(MAX_ROUND * self._tasks_per_step, math.ceil((self._tasks_per_step - kept) * seen / kept))
 
     def _play(self, tasks: Sequence[str], stream: tuple[object, ...]) -> Sampled:
         requests = requests_of(self._family, tasks, self.group_size, self._seed, stream)
-        trajectories, cost = self._engine.play(requests, self._sampling)
+        # however many a refill asks for, no more are decoded together than without one
+        rows = self._tasks_per_step * self.group_size
+        trajectories, cost = self._engine.play(requests, self._sampling, rows=rows)
         groups = group_up(tasks, trajectories, self.group_size)
         return Sampled(groups, groups, cost.sampled_tokens, cost.env_seconds)
 
