@@ -96,11 +96,13 @@ class PolicyGradient(Settings):
         """What must agree between keys, each of them valid by itself."""
         yield (
             self.advantage_scaling not in self.scalings,
-            f"advantage_scaling: got {self.advantage_scaling}; allowed here: {' or '.join(self.scalings)}",
+            f"advantage_scaling: got {self.advantage_scaling}; allowed here: {' or '.join(self.scalings)}. "
+            f"Try algorithm.advantage_scaling={self.scalings[0]}.",
         )
         yield (
             (self.echo_schedule == "linear") != (self.echo_taper_steps is not None),
-            f"echo_taper_steps: got {self.echo_taper_steps}; goes with echo_schedule=linear: give both or neither",
+            f"echo_taper_steps: got {self.echo_taper_steps}; goes with echo_schedule=linear: give both or neither. "
+            "Try algorithm.echo_schedule=linear algorithm.echo_taper_steps=50.",
         )
         yield (
             self.kl_target is not None and self.kl_coef == 0,
