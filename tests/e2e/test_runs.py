@@ -273,7 +273,8 @@ def test_h21_advantages_that_overflow_are_refused_by_name_before_any_update(tmp_
     file.write_text(BAD_ENVIRONMENT.replace("{reward}", "__import__('random').choice([-3.4e38, 3.4e38])"))
     plain = ["algorithm=grpo", "algorithm.advantage_scaling=none", "env=python", f"env.file={file}"]
     done = run(*SHORT, *plain, output=tmp_path / "out")
-    assert done.returncode == 1 and "The advantages of step 1 reach from -inf to inf" in done.stderr
+    assert done.returncode == 1 and "The advantages of step 1 reach from " in done.stderr
+    assert "inf" in done.stderr  # one end or both: it depends on who of a group was paid which
     assert "The episodes earned -3.4e+38 to 3.4e+38" in done.stderr and "advantage_scaling=group" in done.stderr
     record = json.loads((tmp_path / "out/latest/run.json").read_text())
     assert record["state"] == "failed" and "The advantages of step 1" in record["error"]
