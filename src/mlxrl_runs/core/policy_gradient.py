@@ -5,6 +5,7 @@ a token's loss (`policy_term`). `core/clipped.py` answers the second for most; a
 The values of the keys stand in conf/parts/policy_gradient.yaml.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -126,13 +127,13 @@ class PolicyGradient(Settings):
 
     # ---- what an algorithm answers
 
+    @abstractmethod
     def advantage(self, batch: "Batch") -> "mx.array":
         """(B, T): what each action token is worth, 0 elsewhere."""
-        raise NotImplementedError
 
+    @abstractmethod
     def policy_term(self, ratio: "mx.array", logp: "mx.array", advantage: "mx.array") -> "mx.array":
         """(B, T): the policy's part of the loss per token."""
-        raise NotImplementedError
 
     def turn_reward(self, turn: "Turn") -> float:
         """What an action earned, as this algorithm sees it."""
