@@ -40,8 +40,8 @@ class Cispo(PolicyGradient):
         return maths.surrogates.capped_surrogate(ratio, logp, advantage, self.ratio_floor, self.ratio_cap)
 
     def ratio_metrics(self, logp: "mx.array", batch: "Batch") -> dict[str, float]:
-        ratio, mask = self.ratio(logp, batch), batch.action_mask
+        below, above = maths.surrogates.cap_fractions(self.ratio(logp, batch), self.ratio_floor, self.ratio_cap)
         return super().ratio_metrics(logp, batch) | {
-            "clip/low_fraction": maths.objective.token_mean_of(ratio < self.ratio_floor, mask),
-            "clip/high_fraction": maths.objective.token_mean_of(ratio > self.ratio_cap, mask),
+            "clip/low_fraction": maths.objective.token_mean_of(below, batch.action_mask),
+            "clip/high_fraction": maths.objective.token_mean_of(above, batch.action_mask),
         }

@@ -201,7 +201,7 @@ class PolicyGradient(Settings):
 
     def turn_rewards(self, batch: "Batch") -> list[list[float]]:
         """For each row what its turns earned, the KL taken off where it is paid for there."""
-        earned = [[self.turn_reward(turn) for turn in trajectory.turns] for trajectory in batch.trajectories]
+        earned = self._earned(batch)
         if not self._kl_is_paid:
             return earned
         costs = batch.turn_sums(self._kl_cost(batch))
@@ -213,9 +213,12 @@ class PolicyGradient(Settings):
 
     def token_rewards(self, batch: "Batch") -> "mx.array":
         """(B, T): an action's reward on its last token, each token's KL taken off where it is paid for there."""
-        rewards = [[self.turn_reward(turn) for turn in trajectory.turns] for trajectory in batch.trajectories]
-        earned = batch.at_turn_ends(rewards)
+        earned = batch.at_turn_ends(self._earned(batch))
         return earned - self._kl_cost(batch) if self._kl_is_paid else earned
+
+    def _earned(self, batch: "Batch") -> list[list[float]]:
+        """For each row what its turns earned, before any KL."""
+        return [[self.turn_reward(turn) for turn in trajectory.turns] for trajectory in batch.trajectories]
 
     def _kl_cost(self, batch: "Batch") -> "mx.array":
         """(B, T), in the reward's unit."""
@@ -225,13 +228,12 @@ class PolicyGradient(Settings):
     def _kl(self, logp: "mx.array | None", batch: "Batch") -> "mx.array":
         if logp is None or batch.reference_logp is None:
             raise ValueError("kl_coef > 0 needs log-probabilities of the reference, and kl_in=reward the old ones")
-        old = logp if batch.old_logp is None else batch.old_logp
         return maths.divergence.estimate(
             self.kl_estimator,
             self.kl_gradient,
             logp,
             batch.reference_logp,
-            old,
+            _old(logp, batch),
             self.log_ratio_clamp,
             self.ratio(logp, batch) if self.kl_gradient == "corrected" else None,
         )
@@ -247,9 +249,8 @@ class PolicyGradient(Settings):
 
     def ratio(self, logp: "mx.array", batch: "Batch") -> "mx.array":
         """(B, T): how much likelier the policy makes what was written than it was before this batch."""
-        old = logp if batch.old_logp is None else batch.old_logp
         return maths.surrogates.ratio_at(
-            self.ratio_level, logp, old, batch.action_mask, batch.turn_index, self.log_ratio_clamp
+            self.ratio_level, logp, _old(logp, batch), batch.action_mask, batch.turn_index, self.log_ratio_clamp
         )
 
     def loss(self, outputs: "TokenOutputs", batch: "Batch") -> "dict[str, mx.array]":
@@ -269,9 +270,8 @@ class PolicyGradient(Settings):
         return terms
 
     def _mismatch_weights(self, correction: Correction, logp: "mx.array", batch: "Batch") -> "mx.array":
-        trainer = logp if batch.old_logp is None else batch.old_logp
         return maths.mismatch.importance_weights(
-            trainer,
+            _old(logp, batch),
             batch.sampler_logp,
             batch.action_mask,
             correction,
@@ -285,3 +285,8 @@ class PolicyGradient(Settings):
         return maths.objective.ratio_metrics(
             self.ratio(logp, batch), logp, batch.old_logp, batch.action_mask, self.log_ratio_clamp
         )
+
+
+def _old(logp: "mx.array", batch: "Batch") -> "mx.array":
+    """(B, T) nats of the policy before this batch, which is the present one where a batch gets one optimizer step."""
+    return logp if batch.old_logp is None else batch.old_logp

@@ -175,9 +175,9 @@ class Updater:
                 with checkpointed(self.policy.model, self._checkpoint_every):
                     (_, terms, outputs), grads = step_function(self._trained, part)
                 gradient = grads if gradient is None else tree_map(mx.add, gradient, grads)
-                found.append(joined_outputs([outputs], batch))
+                found.append(outputs)
                 # frees this micro-batch's graph
-                mx.eval(gradient, terms, found[-1].logp, found[-1].entropy, found[-1].is_likeliest)
+                mx.eval(gradient, terms, outputs.logp, outputs.entropy, outputs.is_likeliest)
                 for name, value in terms.items():
                     losses[name] = losses.get(name, 0.0) + number(value)
         finally:
